@@ -1,0 +1,183 @@
+"""CPU kernels in C++: attention over a ragged voted cache, and linear layers for a few rows.
+
+The functions trust their arguments: ask ``supports_attend`` or ``supports_linear`` once, call many times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+
+import torch
+from torch import Tensor
+
+from .build import available, library, why_not
+
+__all__ = ["attend", "available", "linear", "read_stream", "supports_attend", "supports_linear", "why_not"]
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TILE = 512  # keys per unit of work
+MAX_LINEAR_ROWS = 8  # beyond this a blocked matrix product wins
+
+# The argument structs of attend.cpp and linear.cpp: one pointer crosses the boundary instead of 52 values.
+_ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 3q 2d")
+_LINEAR_ARGS = struct.Struct("4P 4q 3q q")
+
+
+@functools.cache
+def _function(name: str):
+    lib = library()
+    if lib is None:
+        raise RuntimeError(f"CPU kernels unavailable: {why_not()}")
+    function = getattr(lib, name)
+    function.argtypes = [ctypes.c_char_p]
+    function.restype = ctypes.c_int
+    return function
+
+
+def attend(
+    q: Tensor,  # [B, Hq, S, Dk]
+    k: Tensor,  # [B, Hkv, S, Dk] of the new tokens, as is v [B, Hkv, S, Dv]
+    v: Tensor,
+    q_pos: Tensor,  # [B, S] int32, -1 = padding
+    store_k: Tensor,  # [N, Dk], with store_v [N, Dv] and log_votes [N] fp32
+    store_v: Tensor,
+    log_votes: Tensor,
+    row_start: Tensor,  # [B, Hkv] int64, first entry of each row
+    row_len: Tensor,  # [B, Hkv] int32
+    tail_k: Tensor,  # [B, Hkv, T, Dk], written to, as is tail_v [B, Hkv, T, Dv]
+    tail_v: Tensor,
+    tail_pos: Tensor,  # [B, T] int32, -1 = unused
+    tail_at: Tensor,  # int64, one element: the slot of the first new token
+    scale: float,
+    window: int,  # 0 = unlimited
+    softcap: float,  # 0 = none
+    sinks: Tensor | None = None,  # [Hq] fp32
+    *,
+    tile: int = TILE,
+) -> Tensor:
+    """Attends from the new tokens to store, tail and new tokens, then writes the new tokens into the tail.
+
+    Returns [B, Hq, S, Dv], a transposed view of contiguous [B, S, Hq, Dv]. New keys and values are attended in the
+    dtype they come in; the tail keeps them in its own.
+    """
+    batch, heads, tokens, key_dim = q.shape
+    _, kv_heads, slots, value_dim = tail_v.shape
+    row = heads * value_dim
+    out = q.new_empty_strided((batch, heads, tokens, value_dim), (tokens * row, value_dim, row, 1))
+    arguments = _ATTEND_ARGS.pack(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        q_pos.data_ptr(),
+        store_k.data_ptr(),
+        store_v.data_ptr(),
+        log_votes.data_ptr(),
+        row_start.data_ptr(),
+        row_len.data_ptr(),
+        tail_k.data_ptr(),
+        tail_v.data_ptr(),
+        tail_pos.data_ptr(),
+        tail_at.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        batch,
+        heads,
+        tokens,
+        key_dim,
+        kv_heads,
+        value_dim,
+        slots,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *tail_k.stride(),
+        *tail_v.stride(),
+        q_pos.stride(0),
+        tail_pos.stride(0),
+        store_k.stride(0),
+        store_v.stride(0),
+        TYPES[q.dtype],
+        TYPES[store_k.dtype],
+        TYPES[tail_k.dtype],
+        window,
+        tile,
+        torch.get_num_threads(),
+        scale,
+        softcap,
+    )
+    if _function("kvpass_attend")(arguments):
+        raise MemoryError("attend: no memory for partial results")
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear`` for a few rows of x [..., K] and a contiguous weight [N, K]."""
+    out_features, in_features = weight.shape
+    x = x.contiguous()
+    y = x.new_empty((*x.shape[:-1], out_features))
+    arguments = _LINEAR_ARGS.pack(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        x.numel() // in_features,
+        in_features,
+        out_features,
+        in_features,
+        TYPES[x.dtype],
+        TYPES[weight.dtype],
+        0 if bias is None else TYPES[bias.dtype],
+        torch.get_num_threads(),
+    )
+    if _function("kvpass_linear")(arguments):
+        raise MemoryError("linear: no memory for a copy of x")
+    return y
+
+
+def supports_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    store_k: Tensor,
+    store_v: Tensor,
+    log_votes: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+) -> bool:
+    """Whether ``attend`` can take these tensors. May compile the kernels."""
+    groups = ((q, k, v), (store_k, store_v), (tail_k, tail_v), (log_votes,))
+    return (
+        all(t.device.type == "cpu" and t.stride(-1) == 1 for group in groups for t in group)
+        and all(group[0].dtype in TYPES and len({t.dtype for t in group}) == 1 for group in groups)
+        and log_votes.dtype == torch.float32
+        and q.shape[1] % k.shape[1] == 0
+        and _no_grad(q, k, v)
+        and available()
+    )
+
+
+def supports_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether ``linear`` can take these tensors and is meant for so few rows. May compile the kernels."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    return (
+        all(t.device.type == "cpu" and t.dtype in TYPES for t in tensors)
+        and weight.is_contiguous()
+        and 0 < x.numel() <= MAX_LINEAR_ROWS * weight.shape[1]
+        and (bias is None or bias.is_contiguous())
+        and _no_grad(*tensors)
+        and available()
+    )
+
+
+def read_stream(data: Tensor) -> float:
+    """Reads a contiguous fp32 tensor once with all threads and returns its sum: the roof of every kernel here."""
+    function = library().kvpass_stream
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_float
+    return function(data.data_ptr(), data.numel(), torch.get_num_threads())
+
+
+def _no_grad(*tensors: Tensor) -> bool:
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))

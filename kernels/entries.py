@@ -1,0 +1,53 @@
+"""The vocabulary of compression: candidate entries of one layer and the queries that judge them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Cache entries of one layer, padded to its longest row.
+
+    A row is one (sequence, KV head). An unused slot has ``tokens == 0``, ``pos == -1`` and ``log_votes == -inf``;
+    its key and value are finite but meaningless. Entries of a row are ordered by position.
+    """
+
+    k: Tensor  # [B, Hkv, N, Dk] key as stored (after rotation)
+    v: Tensor  # [B, Hkv, N, Dv]
+    log_votes: Tensor  # [B, Hkv, N] fp32, added to the attention logit; 0 for a plain token
+    tokens: Tensor  # [B, Hkv, N] int32, how many tokens the entry stands for
+    pos: Tensor  # [B, Hkv, N] int32, representative position
+
+    @property
+    def valid(self) -> Tensor:
+        """[B, Hkv, N] bool: slots that hold an entry."""
+        return self.tokens > 0
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B, Hkv] int64: entries in each row."""
+        return self.valid.sum(-1)
+
+    def take(self, index: Tensor, used: Tensor) -> Entries:
+        """Entries at ``index`` [B, Hkv, M] (int64) where ``used`` [B, Hkv, M]; the other slots become unused."""
+        row = index.unsqueeze(-1)
+        return Entries(
+            k=self.k.gather(2, row.expand(-1, -1, -1, self.k.shape[-1])),
+            v=self.v.gather(2, row.expand(-1, -1, -1, self.v.shape[-1])),
+            log_votes=self.log_votes.gather(2, index).masked_fill(~used, -torch.inf),
+            tokens=self.tokens.gather(2, index).masked_fill(~used, 0),
+            pos=self.pos.gather(2, index).masked_fill(~used, -1),
+        )
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Queries seen during prefill, for judging one layer's entries."""
+
+    q: Tensor  # [B, Hq, W, Dk] queries after rotation, as the attention saw them
+    q_pos: Tensor  # [B, W] int32 positions; -1 = slot unused (sequence shorter than W)
+    scale: float  # logit = scale * q . k

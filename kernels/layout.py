@@ -1,0 +1,96 @@
+"""How rows lie in memory: appending to the tail, packing padded entries into a store and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.entries import Entries
+
+
+def append(k: Tensor, v: Tensor, tail_k: Tensor, tail_v: Tensor, tail_at: Tensor) -> None:
+    """Write the new tokens [B, Hkv, S, D] into the tail [B, Hkv, T, D] from slot ``tail_at``; slots wrap."""
+    length, capacity = k.shape[2], tail_k.shape[2]
+    if capacity == 0:
+        return
+    first = max(0, length - capacity)  # of more tokens than slots only the last stay
+    if length == capacity and tail_at.device.type == "cpu" and int(tail_at) == 0:
+        tail_k.copy_(k)
+        tail_v.copy_(v)
+        return
+    slots = (tail_at.to(torch.int64) + torch.arange(first, length, device=tail_at.device)) % capacity
+    tail_k.index_copy_(2, slots, k[:, :, first:].to(tail_k.dtype))
+    tail_v.index_copy_(2, slots, v[:, :, first:].to(tail_v.dtype))
+
+
+@dataclass(frozen=True)
+class Store:
+    """Packed entries of one layer: row (b, h) is ``[row_start[b, h], row_start[b, h] + row_len[b, h])``."""
+
+    k: Tensor  # [N, Dk]
+    v: Tensor  # [N, Dv]
+    log_votes: Tensor  # [N] fp32
+    tokens: Tensor  # [N] int32
+    pos: Tensor  # [N] int32
+    row_start: Tensor  # [B, Hkv] int64
+    row_len: Tensor  # [B, Hkv] int32
+
+    @staticmethod
+    def empty(batch: int, kv_heads: int, key_dim: int, value_dim: int, like: Tensor) -> Store:
+        """A store without entries, in the dtype and on the device of ``like``."""
+        zeros = torch.zeros(batch, kv_heads, dtype=torch.int64, device=like.device)
+        return Store(
+            k=like.new_empty(0, key_dim),
+            v=like.new_empty(0, value_dim),
+            log_votes=torch.empty(0, dtype=torch.float32, device=like.device),
+            tokens=torch.empty(0, dtype=torch.int32, device=like.device),
+            pos=torch.empty(0, dtype=torch.int32, device=like.device),
+            row_start=zeros,
+            row_len=zeros.to(torch.int32),
+        )
+
+
+def pack(entries: Entries) -> Store:
+    """Entries without their unused slots, row after row."""
+    used = entries.valid
+    row_len = used.sum(-1)
+    ends = row_len.flatten().cumsum(0)
+    return Store(
+        k=entries.k[used],
+        v=entries.v[used],
+        log_votes=entries.log_votes[used],
+        tokens=entries.tokens[used],
+        pos=entries.pos[used],
+        row_start=(ends - row_len.flatten()).view_as(row_len),
+        row_len=row_len.to(torch.int32),
+    )
+
+
+def unpack(store: Store) -> Entries:
+    """The store padded to its longest row. An equal-length store laid out in row order is a view, not a copy."""
+    batch, kv_heads = store.row_len.shape
+    longest = int(store.row_len.max()) if store.row_len.numel() else 0
+    start, length = store.row_start.unsqueeze(-1), store.row_len.unsqueeze(-1).long()
+    step = torch.arange(longest, device=store.k.device)
+    shape = (batch, kv_heads, longest)
+    if store.k.shape[0] == batch * kv_heads * longest and bool(
+        (store.row_start.flatten() == longest * torch.arange(batch * kv_heads, device=store.k.device)).all()
+    ):
+        return Entries(
+            k=store.k.view(*shape, -1) if longest else store.k.new_empty(*shape, store.k.shape[-1]),
+            v=store.v.view(*shape, -1) if longest else store.v.new_empty(*shape, store.v.shape[-1]),
+            log_votes=store.log_votes.view(shape),
+            tokens=store.tokens.view(shape),
+            pos=store.pos.view(shape),
+        )
+    used = step < length
+    index = (start + step).where(used, start.clamp(max=max(0, store.k.shape[0] - 1)))
+    return Entries(
+        k=store.k[index],
+        v=store.v[index],
+        log_votes=store.log_votes[index].masked_fill(~used, -torch.inf),
+        tokens=store.tokens[index].masked_fill(~used, 0),
+        pos=store.pos[index].masked_fill(~used, -1),
+    )

@@ -1,0 +1,323 @@
+"""Merging dropped entries into retained ones so that attention keeps their mass (KeepKV, arXiv 2504.09936).
+
+For a query with logits l_i = scale * q . k_i and votes p_i = exp(m_i), write W = sum p_i exp(l_i), P = sum p_i,
+pi_i = p_i exp(l_i) / W, rho_i = p_i / P over the members of one group. The paper's ZIP merge (Eq. 7, several members:
+Eq. 25) stores the key lam * sum pi_i k_i with lam = ln(W/P) / sum pi_i l_i, the value sum pi_i v_i and the vote P; it is
+lossless for that query (Theorem 3). Because ln(W/P) - sum pi_i l_i = -KL(pi || rho), the same mass is reached with
+*any* key k_r by storing the log-vote m_r = ln W - scale * q . k_r: bounded where lam flips sign or explodes, the same
+in whatever order members arrive, and unchanged when a common vector is added to all keys.
+
+Queries of several positions and heads share one key, value and log-vote. With A the softmax mass of the group under
+a query and exact masses, the value error is sum A^2 |v - vbar|^2, so the best shared weights are
+pi*_i = sum A^2 pi_i / sum A^2, and the log-vote with the least squared mass error is
+exp(m) = sum w A / sum w^2 with w the mass of the merged key at m = 0. One query reduces both to the lossless merge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.score import attention_blocks, grouped_queries, working_dtype
+
+KeyMode = Literal["fixed", "convex", "zip", "zip_strict"]
+KEY_MODES: tuple[str, ...] = get_args(KeyMode)
+LAM = (0.8, 1.25)  # range in which the published key scale is left alone
+SIMILARITIES = 1 << 19  # cosine similarities alive at once
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which dropped entries join which retained ones. Both lists are flat over (sequence, KV head)."""
+
+    member: Tensor  # [T] int64 into [B*Hkv*N]: targets and those that join them
+    target: Tensor  # [T] int64 into [B*Hkv*M]: the retained slot each member belongs to, ascending
+    merged: Tensor  # [B, Hkv, M] bool: retained slots that received members
+
+
+def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor) -> tuple[Tensor, Tensor]:
+    """Best cosine similarity of every ``from`` key to the ``to`` keys of its row, in blocks.
+
+    Args:
+        keys: [B, Hkv, N, D] keys as stored.
+        from_index: [B, Hkv, E] int64 into N.
+        to_index, to_used: [B, Hkv, C] int64 and bool.
+
+    Returns:
+        similarity [B, Hkv, E] in the working dtype (-inf where a row has no target) and index [B, Hkv, E] into C.
+        A zero key has similarity 0.
+    """
+    batch, heads, slots, dim = keys.shape
+    rows, count, targets = batch * heads, from_index.shape[-1], to_index.shape[-1]
+    unit = torch.nn.functional.normalize(keys.to(working_dtype(keys)), dim=-1, eps=1e-6).reshape(
+        rows, slots, dim
+    )
+    best = unit.new_full((rows, count), -torch.inf)
+    index = torch.zeros(rows, count, dtype=torch.int64, device=keys.device)
+    if targets == 0:
+        return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
+    take = to_index.reshape(rows, targets, 1).expand(-1, -1, dim)
+    to = unit.gather(1, take).transpose(1, 2)
+    barred = torch.zeros(rows, 1, targets, dtype=unit.dtype, device=keys.device)
+    barred.masked_fill_(~to_used.reshape(rows, 1, targets), -torch.inf)
+    width = max(1, SIMILARITIES // (rows * targets))
+    for start in range(0, count, width):
+        part = slice(start, min(start + width, count))
+        take = from_index.reshape(rows, count, 1)[:, part].expand(-1, -1, dim)
+        best[:, part], index[:, part] = torch.baddbmm(barred, unit.gather(1, take), to).max(-1)
+    return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
+
+
+def group_by_similarity(
+    entries: Entries,
+    kept: Tensor,
+    kept_used: Tensor,
+    open_kept: Tensor,
+    dropped: Tensor,
+    dropped_used: Tensor,
+    *,
+    threshold: float,
+    max_votes: int,
+) -> Groups:
+    """Every dropped entry joins its most similar retained one (KeepKV Algorithm 1); the rest stays dropped.
+
+    Args:
+        entries: all entries, [B, Hkv, N].
+        kept, kept_used: [B, Hkv, M] retained entries as indices into N.
+        open_kept: [B, Hkv, M] bool, retained entries that may receive members.
+        dropped, dropped_used: [B, Hkv, E] candidates as indices into N.
+        threshold: least cosine similarity of stored keys.
+        max_votes: most tokens one entry may come to stand for; a target takes its most similar candidates first
+            (earlier entry first on a tie) and stops at the first that no longer fits.
+    """
+    batch, heads, slots = entries.tokens.shape
+    rows, most, _count = batch * heads, kept.shape[-1], dropped.shape[-1]
+    similarity, choice = nearest(entries.k, dropped, kept, kept_used & open_kept)
+    joins = dropped_used & (similarity >= threshold) & similarity.isfinite()
+    choice = torch.where(joins, choice, most)  # those that join nobody form a last, ignored group
+
+    order = similarity.argsort(dim=-1, descending=True, stable=True)
+    order = order.gather(-1, choice.gather(-1, order).argsort(dim=-1, stable=True))
+    choice = choice.gather(-1, order)
+    source = dropped.gather(-1, order)
+    size = entries.tokens.long().gather(-1, source) * (choice < most)
+    kept_size = entries.tokens.long().gather(-1, kept) * kept_used
+    running = size.cumsum(-1)
+    within = torch.zeros(batch, heads, most + 1, dtype=torch.int64, device=size.device)
+    within.scatter_add_(-1, choice, size)
+    before = within.cumsum(-1) - within  # tokens sorted in front of the group's first candidate
+    grown = (
+        running - before.gather(-1, choice) + torch.nn.functional.pad(kept_size, (0, 1)).gather(-1, choice)
+    )
+    joins = (choice < most) & (grown <= max_votes)
+
+    merged = torch.zeros(batch, heads, most + 1, dtype=torch.bool, device=size.device)
+    merged = merged.scatter_(-1, torch.where(joins, choice, most), True)[..., :most]
+    row = torch.arange(rows, device=size.device).reshape(batch, heads, 1)
+    member = torch.cat([(kept + row * slots)[merged], (source + row * slots)[joins]])
+    target = torch.cat(
+        [(torch.arange(most, device=size.device) + row * most)[merged], (choice + row * most)[joins]]
+    )
+    target, order = target.sort(stable=True)
+    return Groups(member[order], target, merged)
+
+
+def merge(
+    entries: Entries,
+    seen: Observation,
+    kept: Tensor,
+    kept_used: Tensor,
+    groups: Groups,
+    *,
+    key_mode: KeyMode = "convex",
+    causal: bool = True,
+    excess: float = float("inf"),
+    value_fit: bool = False,
+    ridge: float = 1e-3,
+    open_kept: Tensor | None = None,
+) -> Entries:
+    """The retained entries, each standing for its group.
+
+    Entries without members come back bitwise unchanged (unless ``value_fit`` refits their value).
+
+    Args:
+        entries: all entries [B, Hkv, N]; they may carry log-votes and stand for several tokens.
+        seen: the queries that weigh the members. Without a usable query members weigh by their votes.
+        kept, kept_used: [B, Hkv, M] retained entries as indices into N.
+        groups: from :func:`group_by_similarity`.
+        key_mode: ``fixed`` keeps the target's key, ``convex`` takes the weighted mean, ``zip`` scales the mean by the
+            paper's lam limited to [0.8, 1.25] and leaves the remainder to the log-vote, ``zip_strict`` is the paper's
+            Eq. 25 with log-vote ln P (a group whose scale is not finite keeps the mean).
+        causal: a query sees entries up to its own position only.
+        excess: the log-vote is held in [0, ln(tokens) + excess]; infinite leaves it alone, which a single query
+            needs to be lossless for every key. ``zip_strict`` is never limited.
+        value_fit: refit the values of entries marked in ``open_kept`` (see :func:`fit_values`).
+        ridge: its regularisation, relative to the squared spectral norm.
+    """
+    if key_mode not in KEY_MODES:
+        raise ValueError(f"key_mode must be one of {', '.join(KEY_MODES)}, got {key_mode!r}")
+    out = entries.take(kept, kept_used)
+    batch, heads, most, dim = out.k.shape
+    rows, slots = batch * heads, entries.k.shape[2]
+    dtype = working_dtype(entries.k)
+    q, q_pos = grouped_queries(seen, heads, dtype)
+    member, target = groups.member, groups.target
+    if not member.numel() and not value_fit:
+        return out
+    row = member // slots
+
+    # Group masses under every query, in logs relative to the group's own peak: a group that the softmax over all
+    # entries rounds to nothing still has weights.
+    peak = q.new_full((rows * most,), -torch.inf)
+    weight = q.new_zeros(member.shape)
+    log_mass = q.new_full((rows, most, q.shape[1]), -torch.inf)
+    log_z = q.new_full((rows, q.shape[1]), torch.inf)
+    full = q.new_zeros(rows, q.shape[1], entries.v.shape[-1]) if value_fit else None
+    v = entries.v.to(dtype).reshape(rows, slots, -1)
+    for block in attention_blocks(entries, seen, causal=causal):
+        log_z[:, block.at] = block.log_z
+        if full is not None:
+            full[:, block.at] = (block.mass.transpose(1, 2) @ v) / block.total.unsqueeze(-1)
+        if not member.numel():
+            continue
+        own = (
+            block.logits.reshape(rows * slots, -1)
+            .index_select(0, member)
+            .sub_(block.log_z.index_select(0, row))
+        )
+        here = peak.scatter_reduce(0, target, own.amax(1), "amax")
+        fade = torch.where(peak.isneginf(), 0, (peak - here).mul(2).exp())
+        peak, floor = here, here.masked_fill(here.isneginf(), 0)
+        own = own.sub_(floor.index_select(0, target).unsqueeze(1)).exp_()
+        mass = _segment_sum(own, target, rows * most)
+        weight = weight * fade.index_select(0, target) + (own * mass.index_select(0, target)).sum(1)
+        log_mass[:, :, block.at] = (mass.log() + floor.unsqueeze(1)).reshape(rows, most, -1)
+
+    k = out.k.to(dtype).reshape(rows, most, dim)
+    value = out.v.to(dtype).reshape(rows, most, -1)
+    log_votes = out.log_votes.to(dtype).reshape(rows, most)
+    tokens = out.tokens
+    if member.numel():
+        merged = groups.merged.reshape(rows, most)
+        members_votes = entries.log_votes.to(dtype).reshape(-1).index_select(0, member)
+        log_p = _segment_logsumexp(members_votes, target, rows * most)
+        total = _segment_sum(weight, target, rows * most)
+        by_votes = (members_votes - log_p.index_select(0, target)).exp()
+        share = total.index_select(0, target)
+        weight = torch.where(share > 0, weight / share, by_votes).unsqueeze(1)
+        tokens = _segment_sum(entries.tokens.reshape(-1).index_select(0, member), target, rows * most)
+        tokens = torch.where(
+            groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens
+        )
+
+        mean = _segment_sum(
+            weight * entries.k.reshape(-1, dim).index_select(0, member).to(dtype), target, rows * most
+        )
+        mean = mean.reshape(rows, most, dim)
+        if key_mode != "fixed":
+            scaled = mean
+            if key_mode.startswith("zip"):
+                lam = _zip_scale(mean, q, log_mass, log_z, log_p.reshape(rows, most))
+                if key_mode == "zip":
+                    lam = lam.clamp(*LAM)
+                scaled = mean * torch.where(lam.isfinite(), lam, 1).unsqueeze(-1)
+            # The log-vote below must answer for the key that decoding will read, so round it to storage first.
+            k = torch.where(merged.unsqueeze(-1), scaled.to(entries.k.dtype).to(dtype), k)
+        average = _segment_sum(
+            weight * v.reshape(rows * slots, -1).index_select(0, member), target, rows * most
+        )
+        value = torch.where(merged.unsqueeze(-1), average.reshape(rows, most, -1), value)
+
+    logits = torch.bmm(k, q.transpose(1, 2)) if member.numel() or value_fit else None
+    if causal:
+        logits.masked_fill_(out.pos.reshape(rows, most, 1) > q_pos[:, None], -torch.inf)
+    if member.numel():
+        if key_mode == "zip_strict":
+            vote = log_p.reshape(rows, most)
+        else:
+            unit = logits - log_z.unsqueeze(1)
+            vote = (unit + log_mass).logsumexp(-1) - (2 * unit).logsumexp(-1)
+            vote = torch.where(vote.isfinite(), vote, log_p.reshape(rows, most))
+            if excess != float("inf"):
+                most_votes = tokens.reshape(rows, most).to(dtype).log() + excess
+                vote = torch.minimum(vote.clamp(min=0), most_votes)
+        log_votes = torch.where(merged, vote, log_votes)
+
+    if value_fit:
+        short = entries.lengths.reshape(rows, 1) > out.lengths.reshape(rows, 1)
+        free = short & kept_used.reshape(rows, most)
+        if open_kept is not None:
+            free &= open_kept.reshape(rows, most)
+        logits += log_votes.unsqueeze(-1)
+        value = fit_values(logits, log_z.isfinite(), value, full, free, ridge=ridge)
+    return Entries(
+        k=k.reshape(batch, heads, most, dim).to(entries.k.dtype),
+        v=value.reshape(batch, heads, most, -1).to(entries.v.dtype),
+        log_votes=log_votes.reshape(batch, heads, most).to(entries.log_votes.dtype),
+        tokens=tokens,
+        pos=out.pos,
+    )
+
+
+def fit_values(
+    logits: Tensor, counts: Tensor, value: Tensor, full: Tensor, free: Tensor, *, ridge: float
+) -> Tensor:
+    """Move values to where the compressed attention output is closest to the full one, staying near where they are.
+
+    V' = V + (X^T X + lam I)^-1 X^T (Y - X V) with X the softmax of the compressed logits and Y the full output:
+    the value fit of Attention Matching (arXiv 2602.16284) with the merged values as the point of shrinkage.
+
+    Args:
+        logits: [rows, M, R] compressed logits with log-votes, -inf for unused entries.
+        counts: [rows, R] bool, queries that take part.
+        value: [rows, M, Dv]; full: [rows, R, Dv] attention output over all entries.
+        free: [rows, M] bool, entries whose value may move.
+        ridge: lam over the squared spectral norm of X restricted to free entries.
+    """
+    peak = logits.amax(1, keepdim=True)
+    blind = ~counts.unsqueeze(1) | peak.isneginf()
+    x = (logits - peak.masked_fill(blind, torch.inf)).exp_()
+    x /= x.sum(1, keepdim=True).masked_fill(blind, 1)
+    residual = full - torch.bmm(x.transpose(1, 2), value)
+    residual.masked_fill_(blind.transpose(1, 2), 0)
+    x = x * free.unsqueeze(-1)
+    # The smaller of the two equivalent systems: entries by entries, or queries by queries.
+    gram = torch.bmm(x, x.transpose(1, 2)) if x.shape[1] <= x.shape[2] else torch.bmm(x.transpose(1, 2), x)
+    # Power iteration; X is not negative, so the constant start is not orthogonal to the leading vector.
+    direction = gram.new_ones(gram.shape[0], gram.shape[1], 1)
+    for _ in range(8):
+        image = torch.bmm(gram, direction)
+        norm = image.norm(dim=1, keepdim=True)
+        direction = image / norm.clamp(min=torch.finfo(image.dtype).tiny)
+    gram.diagonal(dim1=1, dim2=2).add_((ridge * norm.squeeze(-1)).clamp(min=1e-12))
+    factor = torch.linalg.cholesky(gram)
+    if x.shape[1] <= x.shape[2]:
+        step = torch.cholesky_solve(torch.bmm(x, residual), factor)
+    else:
+        step = torch.bmm(x, torch.cholesky_solve(residual, factor))
+    return torch.where(free.unsqueeze(-1), value + step, value)
+
+
+def _segment_sum(x: Tensor, target: Tensor, count: int) -> Tensor:
+    """Sum rows of ``x`` [T, ...] by ``target`` [T] into [count, ...]."""
+    return x.new_zeros(count, *x.shape[1:]).index_add_(0, target, x)
+
+
+def _segment_logsumexp(x: Tensor, target: Tensor, count: int) -> Tensor:
+    """Log of the summed exponentials of ``x`` [T] by ``target``; -inf for an empty segment."""
+    peak = x.new_full((count,), -torch.inf).scatter_reduce(0, target, x, "amax")
+    peak = peak.masked_fill(peak.isneginf(), 0)
+    return _segment_sum((x - peak.index_select(0, target)).exp(), target, count).log() + peak
+
+
+def _zip_scale(mean: Tensor, q: Tensor, log_mass: Tensor, log_z: Tensor, log_p: Tensor) -> Tensor:
+    """lam of Eq. 25, [rows, M]; several queries average ln(W/P) and the mean key's logit with weights A^2."""
+    share = torch.softmax(2 * log_mass, -1).nan_to_num(0.0)
+    seen = share > 0
+    tau = (share * torch.where(seen, log_mass + log_z.unsqueeze(1) - log_p.unsqueeze(-1), 0)).sum(-1)
+    lbar = (share * torch.bmm(mean, q.transpose(1, 2))).sum(-1)
+    return tau / lbar

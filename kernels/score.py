@@ -1,0 +1,130 @@
+"""How much attention observed queries pay to cache entries.
+
+Softmax rows are computed for a block of queries at a time and laid out [rows, N, queries]: what follows gathers and
+sums whole entries, which is then contiguous. Arithmetic is fp32 whatever the storage dtype; fp64 stays fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.entries import Entries, Observation
+
+BLOCK = 1 << 20  # logits alive at once: what the second-level cache holds is several times faster
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype numerics run in for storage ``x``: fp64 for fp64, else fp32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def compact(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where ``mask`` [..., N] is set, in order: ``index`` [..., M] int64 and ``used`` [..., M] bool, M the most set."""
+    count = mask.sum(-1)
+    most = int(count.max()) if count.numel() else 0
+    slot = torch.where(mask, mask.cumsum(-1) - 1, most)
+    source = torch.arange(mask.shape[-1], device=mask.device).expand_as(slot)
+    index = torch.zeros(*mask.shape[:-1], most + 1, dtype=torch.int64, device=mask.device)
+    index = index.scatter_(-1, slot, source)[..., :most]
+    used = torch.arange(most, device=mask.device) < count.unsqueeze(-1)
+    return index, used
+
+
+def recent_queries(seen: Observation, window: int) -> Observation:
+    """The queries of the last ``window`` positions of each sequence, ordered by position, unused slots first."""
+    held = min(window, seen.q_pos.shape[-1])
+    pos, index = seen.q_pos.topk(held, dim=-1)
+    pos, index = pos.flip(-1), index.flip(-1)
+    last = seen.q_pos.amax(-1, keepdim=True) if held else pos
+    q = seen.q.gather(2, index[:, None, :, None].expand(-1, seen.q.shape[1], -1, seen.q.shape[-1]))
+    return Observation(q=q, q_pos=torch.where(pos > last - window, pos, -1), scale=seen.scale)
+
+
+def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries of each KV head's group side by side.
+
+    Returns ``q`` [B*Hkv, G*W, Dk] multiplied by the logit scale and ``pos`` [B*Hkv, G*W]; head-major, so query
+    ``g*W + w`` is head ``g`` of the group at window slot ``w``.
+    """
+    batch, heads, width, dim = seen.q.shape
+    group = heads // kv_heads
+    q = seen.q.to(dtype).reshape(batch * kv_heads, group * width, dim) * seen.scale
+    pos = seen.q_pos[:, None, None].expand(-1, kv_heads, group, -1).reshape(batch * kv_heads, group * width)
+    return q, pos
+
+
+@dataclass(frozen=True)
+class Block:
+    """Attention of some queries over every entry. Softmax weights are ``mass / total``.
+
+    A query that is unused or sees nothing has mass 0 everywhere.
+    """
+
+    at: slice  # which of the grouped queries
+    logits: Tensor  # [B*Hkv, N, r] scale * q . k + log-votes, -inf where invisible
+    mass: Tensor  # [B*Hkv, N, r] exponentials, relative to the query's largest logit
+    total: Tensor  # [B*Hkv, r] their sum over N; 1 for a query without mass
+    log_z: Tensor  # [B*Hkv, r] log of the softmax denominator; +inf for a query without mass
+
+
+def attention_blocks(entries: Entries, seen: Observation, *, causal: bool) -> Iterator[Block]:
+    """Softmax of the observed queries over all entries (log-votes included), a block of queries at a time.
+
+    With ``causal`` a query sees entries up to its own position; without, every valid entry.
+    """
+    batch, kv_heads, slots, dim = entries.k.shape
+    dtype = working_dtype(entries.k)
+    rows = batch * kv_heads
+    k = entries.k.to(dtype).reshape(rows, slots, dim)
+    votes = entries.log_votes.to(dtype).reshape(rows, slots, 1)
+    pos = entries.pos.reshape(rows, slots, 1)
+    q, q_pos = grouped_queries(seen, kv_heads, dtype)
+    width = max(1, BLOCK // max(1, rows * slots))
+    for start in range(0, q.shape[1], width):
+        at = slice(start, min(start + width, q.shape[1]))
+        logits = torch.baddbmm(votes, k, q[:, at].transpose(1, 2))
+        if causal:
+            logits.masked_fill_(pos > q_pos[:, None, at], -torch.inf)
+        peak = logits.amax(1, keepdim=True)
+        blind = peak.isneginf() | (q_pos[:, None, at] < 0)
+        mass = (logits - peak.masked_fill(blind, torch.inf)).exp_()
+        total = mass.sum(1, keepdim=True)
+        log_z = (peak + total.log()).masked_fill(blind, torch.inf)
+        yield Block(at, logits, mass, total.masked_fill(blind, 1).squeeze(1), log_z.squeeze(1))
+
+
+def attention_mass(
+    entries: Entries, seen: Observation, *, causal: bool = True, per_head: bool = False
+) -> Tensor:
+    """Softmax weight each entry receives, summed over the observed queries.
+
+    Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for fp64 keys).
+    Unused entries receive 0.
+    """
+    batch, kv_heads, slots, _ = entries.k.shape
+    group = seen.q.shape[1] // kv_heads
+    width = seen.q.shape[2]
+    mass = entries.k.new_zeros(batch * kv_heads, slots, group, dtype=working_dtype(entries.k))
+    head = torch.eye(group, dtype=mass.dtype, device=mass.device).repeat_interleave(width, 0)
+    for block in attention_blocks(entries, seen, causal=causal):
+        mass.baddbmm_(block.mass, head[block.at] / block.total.unsqueeze(-1))
+    mass = mass.reshape(batch, kv_heads, slots, group).transpose(2, 3)
+    return mass if per_head else mass.sum(2)
+
+
+def attention_rms(entries: Entries, seen: Observation, *, causal: bool = False) -> Tensor:
+    """[B, Hkv, N]: root mean square over the group's observed queries of the softmax weight each entry receives.
+
+    The key score of Attention Matching (arXiv 2602.16284), "highest attention keys". Unused queries do not count.
+    """
+    batch, kv_heads, slots, _ = entries.k.shape
+    total = entries.k.new_zeros(batch * kv_heads, slots, 1, dtype=working_dtype(entries.k))
+    for block in attention_blocks(entries, seen, causal=causal):
+        total.baddbmm_(block.mass.square_(), block.total.square().reciprocal().unsqueeze(-1))
+    group = seen.q.shape[1] // kv_heads
+    count = (seen.q_pos >= 0).sum(-1).mul(group).clamp(min=1)
+    return (total.reshape(batch, kv_heads, slots) / count[:, None, None]).sqrt()

@@ -1,0 +1,128 @@
+"""``compile`` and ``explain``: the pipeline from a model to programs, and the checks around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from kvpass import policies
+from kvpass.binding import Handle, bind
+from kvpass.budget import Budget
+from kvpass.compression import Compress
+from kvpass.lowering import BACKENDS
+from kvpass.passes.capture import capture, evaluating
+from kvpass.passes.classify import classify
+from kvpass.passes.clean import clean
+from kvpass.passes.find import find
+from kvpass.passes.hooks import insert_hooks
+from kvpass.passes.locality import check_locality
+from kvpass.passes.normalize import normalize
+from kvpass.passes.plan import plan
+from kvpass.passes.rewrite import rewrite
+from kvpass.passes.spec import Captured, LayerSpec, Plan, Program, UnsupportedModelError
+from kvpass.passes.verify import compare
+from kvpass.report import Report
+from kvpass.runtime import Runtime
+
+# Analysis annotates: Captured -> Plan -> Plan; nothing here edits what the graph computes.
+ANALYSIS: tuple[Callable, ...] = (normalize, find, classify, plan, check_locality)
+
+
+def explain(model: nn.Module) -> Report:
+    """What :func:`compile` would do, one row a layer. The model is not changed.
+
+    Raises:
+        UnsupportedModelError: the model cannot be traced at all, so there is no layer to report on.
+    """
+    return Report.of(_analyse(_original(model)))
+
+
+def compile(
+    model: nn.Module,
+    budget: float | int = 0.1,
+    policy: str | policies.Policy = "keepkv",
+    *,
+    backend: str = "inductor",
+) -> nn.Module:
+    """A model of the same class over the same weights whose KV cache is compressed after each prompt.
+
+    Args:
+        model: a decoder; its source, its weights and the object itself stay as they are.
+        budget: a float in (0, 1] keeps that fraction of the prompt's cache entries, an int keeps that many entries
+            per (layer, KV head) on average. It counts the rows of full-attention layers; sliding-window layers keep
+            exactly their window. 1.0 is exact.
+        policy: a name of ``kvpass.policies.names()`` or a policy object.
+        backend: ``"inductor"`` lowers the one-token program, ``"eager"`` runs the graphs as they are.
+
+    Raises:
+        UnsupportedModelError: the model cannot be rewritten soundly; says which layer, node and source line.
+        ValueError: a budget, policy or backend that does not exist.
+    """
+    budget, chosen = Budget.parse(budget), policies.get(policy)
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    model = _original(model)
+    found = _analyse(model)
+    if found.refusals:
+        raise UnsupportedModelError(found.refusals)
+    step = _dump(6, "rewrite", clean(rewrite(found)))
+    takes_keep = bool(found.captured.placeholder("keep").users)
+    dtype = next(model.parameters()).dtype
+
+    def runtime(policy: policies.Policy, budget: Budget, lower: Callable) -> Runtime:
+        prefill = insert_hooks(step, Compress(step.layers, policy, budget))
+        return Runtime(step.layers, prefill, step, policy, lower, dtype, takes_keep)
+
+    exact = runtime(policies.get("streaming"), Budget.parse(1.0), BACKENDS["eager"])
+    with evaluating(model):
+        compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
+    made = runtime(chosen, budget, BACKENDS[backend])
+    _dump(7, "hooks", made.prefill)
+    return bind(model, made, Report.of(found))
+
+
+def _original(model: nn.Module) -> nn.Module:
+    handle = getattr(model, "kvpass", None)
+    return handle.original if isinstance(handle, Handle) else model
+
+
+def _analyse(model: nn.Module) -> Plan:
+    state: Captured | Plan = capture(model)
+    _dump(0, "capture", state)
+    for number, analysis in enumerate(ANALYSIS, start=1):
+        state = _dump(number, analysis.__name__, analysis(state))
+    return state
+
+
+def _dump(number: int, name: str, state):
+    """Write the graph as it is after a pass, when KVPASS_DUMP names a directory."""
+    if directory := os.environ.get("KVPASS_DUMP"):
+        module: GraphModule = state.module if isinstance(state, (Captured, Program)) else state.captured.module
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        notes = "".join(f"# {line}\n" for line in str(Report.of(state)).splitlines()) if isinstance(state, Plan) else ""
+        (path / f"{number:02d}_{name}.py").write_text(notes + module.code)
+    return state
+
+
+def _split(runtime: Runtime, ids: torch.Tensor, padding: torch.Tensor, steps: int) -> torch.Tensor:
+    """Logits [B, S, V] of a prompt without its last ``steps`` tokens, then those one by one, through one cache."""
+    cache = runtime.new_cache()
+    length = ids.shape[1] - steps
+    positions = (padding.cumsum(-1) - 1).clamp(min=0)
+    first = runtime.run(
+        cache, ids[:, :length], padding[:, :length].bool(), positions[:, :length], torch.arange(length, device=ids.device)
+    )
+    rest = [
+        runtime.run(cache, ids[:, i : i + 1], None, positions[:, i : i + 1], torch.zeros(1, dtype=torch.int64, device=ids.device))
+        for i in range(length, ids.shape[1])
+    ]
+    return torch.cat([first, *rest], 1)
+
+
+__all__ = ["LayerSpec", "compile", "explain"]

@@ -1,0 +1,78 @@
+"""The module behind the prefill program's ``compress`` node: from a full cache to packed rows."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from kvpass.budget import Budget
+from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.layout import Store, pack, unpack
+from kvpass.passes.spec import LayerSpec
+from kvpass.policies.base import Policy
+
+
+class Compress(nn.Module):
+    """Compress every full-attention layer to the budget; sliding layers already hold only their window.
+
+    The budget counts the rows of full-attention layers: a fraction is of the tokens seen times those rows.
+    """
+
+    def __init__(self, layers: tuple[LayerSpec, ...], policy: Policy, budget: Budget):
+        super().__init__()
+        self.layers, self.policy, self.budget = layers, policy, budget
+
+    def extra_repr(self) -> str:
+        return f"{self.policy}, {self.budget}"
+
+    @torch.no_grad()
+    def forward(
+        self,
+        observed: list[Tensor],  # per layer [B, Hq, W, Dk]
+        columns: Tensor,  # [B, W] int64 column of each observed query in this call, -1 = unused
+        q_pos: Tensor,  # [B, S] int32
+        tails: list[list[Tensor]],  # per window: positions [B, T] before this call, first slot [1]
+        state: list[list[Tensor]],  # per layer: store_k .. row_len, tail_k, tail_v, store_tokens, store_pos
+    ) -> tuple[list[Store | None], float]:
+        """Packed rows for every full-attention layer (None for the others), and the seconds it took."""
+        started = time.perf_counter()
+        observed_pos = q_pos.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+        windows = list(dict.fromkeys(layer.window for layer in self.layers))
+        stores: list[Store | None] = [None] * len(self.layers)
+        chosen = [index for index, layer in enumerate(self.layers) if not layer.window]
+        if chosen:
+            tail_pos, at = tails[windows.index(0)]
+            positions = tail_pos.clone()
+            first = int(at)
+            positions[:, first : first + q_pos.shape[1]] = q_pos
+            inputs = [
+                (
+                    _entries(state[index], positions),
+                    Observation(observed[index], observed_pos, self.layers[index].scale),
+                )
+                for index in chosen
+            ]
+            lengths = (torch.maximum(q_pos.amax(-1), positions.amax(-1)).long() + 1).tolist()
+            for index, kept in zip(chosen, self.policy.compress(inputs, self.budget, lengths), strict=True):
+                stores[index] = pack(kept)
+        return stores, time.perf_counter() - started
+
+
+def _entries(fields: list[Tensor], positions: Tensor) -> Entries:
+    store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, tokens, pos = fields
+    batch, kv_heads = row_len.shape
+    exact = positions >= 0
+    shape = (batch, kv_heads, positions.shape[1])
+    tail = Entries(
+        k=tail_k,
+        v=tail_v,
+        log_votes=torch.zeros(exact.shape, device=exact.device).masked_fill(~exact, -torch.inf)[:, None].expand(shape),
+        tokens=exact.to(torch.int32)[:, None].expand(shape),
+        pos=positions[:, None].expand(shape),
+    )
+    if store_k.shape[0] == 0:
+        return tail
+    stored = unpack(Store(store_k, store_v, log_votes, tokens, pos, row_start, row_len))
+    return Entries(*(torch.cat([getattr(stored, name), getattr(tail, name)], 2) for name in vars(tail)))

@@ -1,0 +1,107 @@
+"""What a compression policy is: who stays, how many per row, and what the kept entries become."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpass.budget import Budget
+from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.score import compact
+from kvpass.policies.allocate import ALLOCATORS
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Selection (:meth:`score`), allocation (:meth:`allocate`) and representation (:meth:`represent`) of entries.
+
+    A batch is treated sequence by sequence: each keeps what it would keep alone. Ties go to the earlier entry.
+    """
+
+    window: int = 32  # last prompt tokens: their queries judge, their entries stay exact
+    sinks: int = 4  # first entries of a row, which stay exact
+    allocator: str = "uniform"  # uniform | layer | global
+    floor: float = 0.2  # layer, global: share of the even split every row keeps
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.sinks < 0:
+            raise ValueError(
+                f"window must be >= 1 and sinks >= 0, got window={self.window} sinks={self.sinks}"
+            )
+        if self.allocator not in ALLOCATORS:
+            raise ValueError(f"allocator must be one of {', '.join(ALLOCATORS)}, got {self.allocator!r}")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be in [0, 1], got {self.floor}")
+
+    def observe(self, length: int) -> int | Tensor:
+        """Which queries of a prompt of ``length`` tokens to keep: the last so many, or int64 sorted positions."""
+        return self.window
+
+    @abstractmethod
+    def score(self, entries: Entries, seen: Observation) -> Tensor:
+        """[B, Hkv, N] fp32, the higher stays; +inf for sinks and the recent window, -inf for unused slots."""
+
+    def allocate(self, scores: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
+        """Entries per row, [B, Hkv] int64 for each layer; sequence b sums to ``min(totals[b], its entries)``."""
+        return ALLOCATORS[self.allocator](scores, totals, floor=self.floor)
+
+    def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
+        """What is stored for ``keep`` [B, Hkv, N] bool: the kept entries, ordered, padded to the longest row."""
+        return entries.take(*compact(keep))
+
+    def pinned(self, entries: Entries) -> Tensor:
+        """[B, Hkv, N] bool: the first ``sinks`` entries of each row and those in its last ``window`` positions."""
+        valid = entries.valid
+        order = valid.cumsum(-1)
+        last = entries.pos.masked_fill(~valid, -1).amax(-1, keepdim=True)
+        return valid & ((order <= self.sinks) | (entries.pos > last - self.window))
+
+    def pin(self, entries: Entries, score: Tensor) -> Tensor:
+        """``score`` with +inf where :meth:`pinned` and -inf where a slot is unused."""
+        score = score.float().masked_fill(~entries.valid, -torch.inf)
+        return score.masked_fill_(self.pinned(entries), torch.inf)
+
+    def select(self, score: Tensor, quota: Tensor) -> Tensor:
+        """[B, Hkv, N] bool: the ``quota`` [B, Hkv] best entries of each row.
+
+        Where a quota does not hold sinks and window, the window shrinks first, from its old end down to the newest
+        token; then the sinks go, latest first.
+        """
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1]).expand_as(order).contiguous()
+        )
+        forced = score.isposinf()
+        count = forced.sum(-1, keepdim=True)
+        newest = rank == count - 1
+        sink = ~newest & (rank < self.sinks)
+        shrunk = torch.where(
+            newest, 0, torch.where(sink, rank + 1, (count - 1).clamp(max=self.sinks) + count - 1 - rank)
+        )
+        rank = torch.where(forced, shrunk, rank)
+        return (rank < quota.unsqueeze(-1)) & ~score.isneginf()
+
+    def compress(
+        self, layers: Sequence[tuple[Entries, Observation]], budget: Budget, lengths: Sequence[int]
+    ) -> Iterator[Entries]:
+        """Compress the layers of one model together, yielding them in order as they are done.
+
+        Args:
+            layers: entries and observed queries of each compressible layer. Indexed, so a sequence that releases a
+                layer once it has been yielded keeps memory flat.
+            budget: what may be kept over all rows of a sequence.
+            lengths: tokens of each sequence, which a fractional budget refers to.
+        """
+        rows = sum(entries.k.shape[1] for entries, _ in layers)
+        totals = budget.total(lengths, rows)
+        scores = [self.score(*layers[i]) for i in range(len(layers))]
+        for i, quota in enumerate(self.allocate(scores, totals)):
+            keep = self.select(scores[i], quota)
+            yield self.represent(*layers[i], keep)

@@ -1,0 +1,34 @@
+"""Keep what queries from all over the context attend to (Attention Matching, arXiv 2602.16284, key choice only)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.score import attention_rms
+from kvpass.policies.base import Policy
+
+
+def spread(length: int, references: int, window: int) -> Tensor:
+    """int64 positions, sorted and unique: ``references`` spread evenly over the prompt and its last ``window``."""
+    even = torch.linspace(0, length - 1, min(references, length), dtype=torch.float64).round().long()
+    return torch.cat([even, torch.arange(max(0, length - window), length)]).unique()
+
+
+@dataclass(frozen=True)
+class Reference(Policy):
+    """Root mean square softmax weight over reference queries, each of which scores every entry of the prompt."""
+
+    references: int = 400
+
+    name: ClassVar[str] = "reference"
+
+    def observe(self, length: int) -> Tensor:
+        return spread(length, self.references, self.window)
+
+    def score(self, entries: Entries, seen: Observation) -> Tensor:
+        return self.pin(entries, attention_rms(entries, seen, causal=False))

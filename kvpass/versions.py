@@ -1,0 +1,32 @@
+"""The one place that knows how transformers releases differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from functools import cache
+
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+CACHE_NAMES = ("cache", "past_key_values")  # renamed in transformers 5.24
+
+
+@cache
+def cache_field() -> str:
+    """Name under which outputs carry the cache and ``generate`` takes it."""
+    fields = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
+    return next(name for name in CACHE_NAMES if name in fields)
+
+
+def take_cache(arguments: dict):
+    """Remove the cache from keyword arguments under any of its names and return it, or None."""
+    given = [arguments.pop(name) for name in CACHE_NAMES if arguments.get(name) is not None]
+    for name in CACHE_NAMES:
+        arguments.pop(name, None)
+    return given[0] if given else None
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether the model's forward has position_ids."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters

@@ -1,0 +1,133 @@
+"""Trace a decoder once, without a cache, into one functional ATen graph with dynamic batch and length.
+
+A graph captured without a cache computes token-local functions around its attentions, so the same graph runs a whole
+prompt or one token once each attention owns its keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.export import Dim, export
+from torch.fx import GraphModule
+
+from kvpass.passes.spec import Captured, Refusal, UnsupportedModelError
+
+# Primes that no configuration uses as a dimension, so that no two symbols are unified by accident.
+SAMPLE_BATCH, SAMPLE_LENGTH, SAMPLE_KEEP = 2, 17, 3
+
+
+class _Cacheless(nn.Module):
+    """Calls the model the way every later pass assumes: no cache, explicit positions and padding mask."""
+
+    def __init__(self, model: nn.Module, positions: bool, keep: bool):
+        super().__init__()
+        self.model, self.positions, self.keeps = model, positions, keep
+
+    def forward(self, input_ids, position_ids, attention_mask, keep):
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+        if self.positions:
+            arguments["position_ids"] = position_ids
+        if self.keeps:
+            arguments["logits_to_keep"] = keep
+        output = self.model(**arguments)
+        logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+        if logits is None:
+            logits = output[0]
+        return logits
+
+
+def _refuse(reason: str, hint: str = "") -> UnsupportedModelError:
+    return UnsupportedModelError((Refusal(reason=reason, hint=hint),))
+
+
+def _check_decoder(model: nn.Module) -> inspect.Signature:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module that decodes text, got {type(model).__name__}")
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refuse("is an encoder-decoder, and only decoders are supported")
+    signature = inspect.signature(model.forward)
+    if "input_ids" not in signature.parameters:
+        raise _refuse("is not a decoder: its forward takes no input_ids")
+    if not any(parameter.ndim >= 2 for parameter in model.parameters()):
+        raise _refuse("is not a decoder: it has no weights")
+    return signature
+
+
+def _accepts(signature: inspect.Signature, name: str) -> bool:
+    return name in signature.parameters
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients; every module gets its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def capture(model: nn.Module) -> Captured:
+    """Export ``model`` without a cache.
+
+    Raises:
+        UnsupportedModelError: not a decoder, or torch.export cannot trace it; the message has export's own reason.
+    """
+    signature = _check_decoder(model)
+    wrapper = _Cacheless(model, _accepts(signature, "position_ids"), _accepts(signature, "logits_to_keep"))
+    device = next(model.parameters()).device
+    ids = torch.ones(SAMPLE_BATCH, SAMPLE_LENGTH, dtype=torch.int64, device=device)
+    positions = torch.arange(SAMPLE_LENGTH, device=device).expand(SAMPLE_BATCH, -1).contiguous()
+    keep = torch.arange(SAMPLE_KEEP, device=device)
+    tokens = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    shapes = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "keep": {0: Dim.DYNAMIC}}
+    with evaluating(model):
+        try:
+            program = export(
+                wrapper, (ids, positions, torch.ones_like(ids), keep), dynamic_shapes=shapes, strict=False
+            ).run_decompositions({})
+        except Exception as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise _refuse(f"torch.export cannot trace it: {text[0].strip()}") from error
+    module = program.module(**_unguarded(program))
+    placeholders = {node.target: node for node in module.graph.nodes if node.op == "placeholder"}
+    symbols = _symbols(placeholders)
+    _redirect_lengths(module, placeholders)
+    return Captured(module, tuple(placeholders), symbols)
+
+
+def _unguarded(program) -> dict:
+    # Guards would keep the padding mask alive after rewriting; the graph is ours and checked by translation.
+    return {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+
+
+def _symbols(placeholders: dict) -> dict[object, str]:
+    axes = {name: ("keep",) if name == "keep" else ("batch", "length") for name in placeholders}
+    symbols = {}
+    for name, node in placeholders.items():
+        for axis, size in zip(axes[name], node.meta["val"].shape, strict=True):
+            if isinstance(size, torch.SymInt):
+                symbols[size.node.expr] = axis  # the mask may carry a symbol of its own, equal by construction
+            elif name == "input_ids":
+                raise _refuse(f"torch.export fixed the {axis} of its input to the traced {size}")
+    return symbols
+
+
+def _redirect_lengths(module: GraphModule, placeholders: dict) -> None:
+    """Take every size from input_ids: export reads the query length from the mask's width."""
+    source = placeholders["input_ids"]
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.sym_size.int:
+            owner, axis = node.args
+            if owner.op == "placeholder" and owner.target in ("attention_mask", "position_ids"):
+                node.args = (source, axis)
+    module.recompile()

@@ -1,0 +1,200 @@
+"""What a mask is, by evaluating it at positions where masks change and comparing with known functions.
+
+A mask of positions is piecewise constant with breaks at integers that occur in its own subgraph, so agreement at those
+integers, their multiples and their neighbours, in several padding cases, decides it. Nothing is assumed by default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from kvpass.passes import masks, places
+from kvpass.passes.evaluate import KEEP, Unevaluable, backward_slice, concrete, evaluate, is_size, substitution
+from kvpass.passes.readers import Unreadable
+from kvpass.passes.spec import Captured, Mask, Plan, Refusal, Site, Sizes
+
+aten = torch.ops.aten
+DENSE_LENGTH = 640  # up to here every position is evaluated
+HIDDEN = -1e4  # additive masks below this hide; older models fill with it
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample of inputs to the mask: its padding, and where its positions begin."""
+
+    name: str
+    padding: Tensor  # [B, S] int64, 1 = token
+    position_ids: Tensor  # [B, S]
+
+
+def classify(plan: Plan) -> Plan:
+    """Give every site its mask, or refuse it. The graph is not changed."""
+    sites, refusals, known = [], list(plan.refusals), {}
+    for site in plan.sites:
+        key = (site.logits.masks, site.logits.causal)
+        try:
+            if key not in known:
+                known[key] = _classify(plan.captured, site)
+            sites.append(dataclasses.replace(site, mask=known[key]))
+        except Unreadable as failure:
+            refusals.append(
+                Refusal(
+                    reason=failure.reason,
+                    layer=site.layer,
+                    node=failure.node.name,
+                    source=places.source(failure.node) or places.source(site.anchor),
+                )
+            )
+    return dataclasses.replace(plan, sites=tuple(sites), refusals=tuple(refusals))
+
+
+def _classify(captured: Captured, site: Site) -> Mask:
+    logits = site.logits
+    if not logits.masks:
+        if logits.causal:
+            return Mask()
+        raise Unreadable(site.anchor, "the mask is bidirectional: no mask is applied")
+    numbers = _integers(captured, logits.masks)
+    length = 3 * max((number for number in numbers), default=16) + 5
+    points = torch.arange(length) if length <= DENSE_LENGTH else _points(length, numbers)
+    hypotheses = list(masks.candidates(numbers))
+    for case in _cases(length):
+        seen = _visible(captured, site, case, points, length)
+        # A row whose own token is padding may hold anything: it is never read.
+        rows = case.padding.bool()[:, points]
+        hypotheses = [
+            (name, number)
+            for name, number in hypotheses
+            if _agrees(name, number, seen, case, points, rows, logits.causal)
+        ]
+        if not hypotheses:
+            raise Unreadable(
+                logits.masks[-1], f"the mask is no known function of positions (with {case.name})"
+            )
+    name, number = hypotheses[0]
+    if name not in masks.SUPPORTED:
+        raise Unreadable(logits.masks[-1], f"the mask is {name}" + (f"({number})" if number else ""))
+    return masks.SUPPORTED[name](number)
+
+
+def _agrees(name, number, seen, case, points, rows, causal) -> bool:
+    function, _ = masks.PREDICATES[name]
+    expected = function(points[:, None], points[None], number) & case.padding.bool()[:, None, points]
+    if causal:
+        seen = seen & (points[None, None] <= points[None, :, None])
+    return bool((seen == expected)[rows].all())
+
+
+def _integers(captured: Captured, roots: Iterable[Node]) -> set[int]:
+    found = set()
+    for node in backward_slice(roots):
+        size = node.meta.get("val")
+        for arg in node.args if node.op == "call_function" and not is_size(node) else ():
+            if isinstance(arg, (int, float)) and not isinstance(arg, bool) and float(arg).is_integer():
+                found.add(abs(int(arg)))
+        if node.op == "get_attr" and isinstance(size, torch.Tensor) and size.ndim >= 2:
+            found.add(int(size.shape[-1]) // 4)  # a mask kept as a buffer: look well inside it
+        elif node.op == "get_attr" and isinstance(size, torch.Tensor) and size.numel() == 1:
+            found.add(abs(int(_constant(captured, node))))
+    return {number for number in found if 1 <= number < 2**31}
+
+
+def _constant(captured: Captured, node: Node) -> float:
+    value = float(evaluate(captured, node, {}, Sizes(2, 2)))
+    return value if abs(value) < 2**31 else 0.0
+
+
+def _points(length: int, numbers: set[int]) -> Tensor:
+    near = {0, length // 2, length - 1} | {m * number for number in numbers for m in (1, 2, 3)}
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randint(0, length, (64,), generator=generator).tolist()
+    chosen = {point + step for point in near for step in range(-3, 4)} | set(spread)
+    return torch.tensor(sorted(point for point in chosen if 0 <= point < length))
+
+
+def _cases(length: int) -> list[Case]:
+    ones = torch.ones(2, length, dtype=torch.int64)
+    steps = torch.arange(length).expand(2, -1).contiguous()
+    left, right, hole = ones.clone(), ones.clone(), ones.clone()
+    left[1, : max(1, length // 3)] = 0
+    right[1, -max(1, length // 3) :] = 0
+    hole[0, length // 2] = 0
+    shifted = (left.cumsum(-1) - 1).clamp(min=0)
+    return [
+        Case("no padding", ones, steps),
+        Case("positions that start at 5", ones, steps + 5),
+        Case("padding on the left", left, shifted),
+        Case("padding on the right", right, steps),
+        Case("a hole in the padding mask", hole, steps),
+    ]
+
+
+def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length: int) -> Tensor:
+    """[B, P, P] bool: which sampled keys a sampled query sees, all heads agreeing."""
+    seen = torch.ones(2, len(points), len(points), dtype=torch.bool)
+    for node in site.logits.masks:
+        value = _evaluate_mask(captured, node, case, points, length)
+        if value.dtype == torch.bool:
+            visible = value
+        else:
+            visible = value == 0
+            if not bool((visible | (value <= HIDDEN)).all()):
+                raise Unreadable(node, "adds a bias to the logits, not a mask")
+        while visible.ndim < 4:
+            visible = visible.unsqueeze(0)
+        try:
+            visible = visible.expand(2, -1, len(points), len(points))
+        except RuntimeError:
+            raise Unreadable(node, f"the mask has shape {tuple(value.shape)}, not [B, H, S, S]") from None
+        if not bool((visible == visible[:, :1]).all()):
+            raise Unreadable(node, "the mask differs from head to head")
+        seen &= visible[:, 0].cpu()
+    return seen
+
+
+def _evaluate_mask(captured: Captured, root: Node, case: Case, points: Tensor, length: int) -> Tensor:
+    inputs = {"attention_mask": case.padding, "position_ids": case.position_ids}
+    feeds = {node: value for name, value in inputs.items() if (node := captured.placeholder(name)) is not None}
+    sizes = Sizes(batch=2, length=length)
+    ids = captured.placeholder("input_ids")
+    for node in backward_slice([root]):
+        if node is not ids and ids in node.all_input_nodes and not is_size(node):
+            raise Unreadable(node, "the mask depends on the tokens themselves")
+        if node.op == "call_function" and node.target in (aten.embedding.default, aten.linear.default):
+            raise Unreadable(node, "the mask depends on activations")
+    feeds[ids] = torch.zeros(2, length, dtype=torch.int64)
+    override = None if len(points) == length else _sampled(captured, points, sizes)
+    try:
+        return evaluate(captured, root, feeds, sizes, override)
+    except Unevaluable as failure:
+        raise Unreadable(failure.node, f"the mask cannot be evaluated: {failure.reason}") from failure
+
+
+def _sampled(captured: Captured, points: Tensor, sizes: Sizes):
+    """Make every arange over the sequence yield the sampled points only, so that no [S, S] mask is built."""
+    numbers = substitution(captured, sizes)
+
+    def override(node: Node, args: tuple, kwargs: dict):
+        shape = getattr(node.meta.get("val"), "shape", ())
+        along = [isinstance(size, torch.SymInt) and concrete(size, numbers) == sizes.length for size in shape]
+        if node.target is aten.arange.default and along == [True] and len(node.args) == 1:
+            return points.clone()
+        if node.target in (aten.expand.default, aten.new_ones.default, aten.new_zeros.default, aten.view.default):
+            return node.target(args[0], [_shrink(size, sizes.length, points) for size in args[1]], **kwargs)
+        if node.target in (aten.full.default, aten.ones.default, aten.zeros.default):
+            return node.target(
+                [_shrink(size, sizes.length, points) for size in args[0]], *args[1:], **kwargs
+            )
+        return KEEP
+
+    return override
+
+
+def _shrink(size, length: int, points: Tensor):
+    return len(points) if size == length else size

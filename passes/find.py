@@ -1,0 +1,140 @@
+"""Locate attention by what is computed: every SDPA, and every softmax over the sequence, read in both directions."""
+
+from __future__ import annotations
+
+
+import torch
+from torch.fx import Node
+
+from kvpass.passes import places
+from kvpass.passes.heads import HeadSource, find_source
+from kvpass.passes.readers import Unreadable, read
+from kvpass.passes.spec import Captured, Ignored, Logits, Plan, Refusal, Site
+
+aten = torch.ops.aten
+SDPA = aten.scaled_dot_product_attention.default
+SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
+
+
+def find(captured: Captured) -> Plan:
+    """Sites, refusals and softmaxes that are not attention, in graph order. The graph is not changed."""
+    sites, refusals, ignored = [], [], []
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            if node.target is SDPA:
+                sites.append(_sdpa_site(captured, node))
+            elif node.target in SOFTMAXES:
+                if _over_sequence(captured, node):
+                    sites.append(_softmax_site(captured, node))
+                else:
+                    ignored.append(
+                        Ignored(places.layer(node), node.name, "softmax over a fixed size, not the sequence")
+                    )
+        except Unreadable as failure:
+            refusals.append(refusal(node, failure))
+    if not sites and not refusals:
+        refusals.append(Refusal("no attention over the sequence was found", hint="only decoders are supported"))
+    return Plan(captured, tuple(sites), tuple(refusals), tuple(ignored))
+
+
+def refusal(anchor: Node, failure: Unreadable) -> Refusal:
+    """The failure with the layer of its attention and the source line of the step that was not understood."""
+    return Refusal(
+        reason=failure.reason,
+        layer=places.layer(anchor),
+        node=failure.node.name,
+        source=places.source(failure.node),
+    )
+
+
+def _over_sequence(captured: Captured, node: Node) -> bool:
+    axis = node.args[1]
+    size = node.meta["val"].shape[axis]
+    symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+    return any(captured.symbols.get(symbol) == "length" for symbol in symbols)
+
+
+def _sdpa_site(captured: Captured, node: Node) -> Site:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if given.get("dropout_p", 0.0):
+        raise Unreadable(node, "applies dropout to the attention weights")
+    scale = given.get("scale")
+    if scale is None:
+        scale = given["query"].meta["val"].shape[-1] ** -0.5
+    if not isinstance(scale, (int, float)):
+        raise Unreadable(node, "scales by a value that depends on data")
+    mask = given.get("attn_mask")
+    logits = Logits(
+        q=given["query"],
+        keys=given["key"],
+        keys_transposed=False,
+        scale=float(scale),
+        masks=() if mask is None else (mask,),
+        causal=bool(given.get("is_causal", False)),
+        steps=("matmul", "scale") + (("mask",) if mask is not None else ()),
+    )
+    return _site(captured, node, node, logits, given["value"])
+
+
+def _softmax_site(captured: Captured, node: Node) -> Site:
+    if node.args[1] not in (-1, node.meta["val"].ndim - 1):
+        raise Unreadable(node, "softmax over a dimension that is not the last")
+    logits = read(node.args[0])
+    if logits.steps[-1:] == ("tanh",):
+        raise Unreadable(node, "a tanh on the logits without the factor of a soft cap")
+    output, values = _consumer(node, logits)
+    return _site(captured, node, output, logits, values)
+
+
+def _consumer(softmax: Node, logits: Logits) -> tuple[Node, Node]:
+    """The contraction of the weights with the values; nothing else may use the weights."""
+    node = softmax
+    while True:
+        users = list(node.users)
+        if len(users) != 1:
+            raise Unreadable(node, f"the attention weights have {len(users)} consumers")
+        user = users[0]
+        if user.target in (aten._to_copy.default, aten.clone.default):
+            node = user
+        elif logits.sinks is not None and user.target is aten.slice.Tensor and user.args[1:] == (3, 0, -1):
+            node = user
+        elif user.target is aten.matmul.default and user.args[0] is node:
+            return user, user.args[1]
+        else:
+            raise Unreadable(user, f"unread step {user.target} between softmax and values")
+
+
+def _site(captured: Captured, anchor: Node, output: Node, logits: Logits, values: Node) -> Site:
+    query = logits.q.meta["val"]
+    if query.ndim != 4:
+        raise Unreadable(anchor, f"the query has {query.ndim} dimensions, not [B, Hq, S, Dk]")
+    heads = int(query.shape[1])
+    keys = _source(captured, logits.keys, heads, logits.keys_transposed, "keys", anchor)
+    vals = _source(captured, values, heads, False, "values", anchor)
+    if keys.head_map != vals.head_map:
+        raise Unreadable(anchor, "keys and values are shared over the heads differently")
+    if not keys.grouped:
+        raise Unreadable(anchor, "query heads of one KV head are not next to each other")
+    return Site(
+        layer=places.layer(anchor),
+        anchor=anchor,
+        output=output,
+        q=logits.q,
+        k=keys.node,
+        v=vals.node,
+        heads=heads,
+        kv_heads=keys.kv_heads,
+        key_dim=keys.dim,
+        value_dim=vals.dim,
+        logits=logits,
+    )
+
+
+def _source(captured, operand, heads, transposed, what, anchor) -> HeadSource:
+    found = find_source(captured, operand, heads, transposed)
+    if found is None:
+        raise Unreadable(anchor, f"the {what} are not [B, Hkv, S, D] repeated over the group")
+    return found

@@ -1,0 +1,65 @@
+"""Make the prefill program end in a compression: gather what the policy wants to see, then call it.
+
+The nodes stand in the graph, so printing it shows what is observed and where the cache is compressed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from kvpass.kernels.attend import attend
+from kvpass.passes.rewrite import STATE, state_name, tail_name
+from kvpass.passes.spec import Program
+
+aten = torch.ops.aten
+METADATA = ("store_tokens", "store_pos")
+
+
+def insert_hooks(program: Program, compress: nn.Module) -> Program:
+    """A copy of ``program`` that returns ``(logits, compress(...))``.
+
+    ``compress`` is called with the observed queries (one [B, Hq, W, Dk] per layer), their columns [B, W] (-1 unused),
+    q_pos [B, S], the tail positions and slots by window, and every layer's state fields.
+    """
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    logits = graph.graph_copy(program.module.graph, mapping)
+    placeholders = {node.target: node for node in graph.nodes if node.op == "placeholder"}
+    last = list(placeholders.values())[-1]
+    for name in ["observe_at", *(state_name(i, f) for i in range(len(program.layers)) for f in METADATA)]:
+        with graph.inserting_after(last):
+            last = placeholders[name] = graph.placeholder(name)
+    columns = placeholders["observe_at"]
+    index = graph.call_function(aten.clamp.default, (columns, 0))
+    index = graph.call_function(aten.unsqueeze.default, (index, 1))
+    index = graph.call_function(aten.unsqueeze.default, (index, 3))
+    sites = [node for node in graph.nodes if node.target is attend]
+    observed = [_observe(graph, site.args[0], index, layer) for site, layer in zip(sites, program.layers, strict=True)]
+    windows = dict.fromkeys(layer.window for layer in program.layers)
+    tails = [[placeholders[tail_name(window, field)] for field in ("tail_pos", "tail_at")] for window in windows]
+    state = [
+        [placeholders[state_name(i, field)] for field in (*STATE, *METADATA)] for i in range(len(program.layers))
+    ]
+    result = graph.call_module("compress", (observed, columns, placeholders["q_pos"], tails, state))
+    graph.output((logits, result))
+    module = GraphModule({**_attributes(program.module), "compress": compress}, graph)
+    graph.lint()
+    return Program(module, program.layers)
+
+
+def _observe(graph: Graph, q: Node, index: Node, layer) -> Node:
+    wide = graph.call_function(aten.expand.default, (index, [-1, layer.heads, -1, layer.key_dim]))
+    return graph.call_function(aten.gather.default, (q, 2, wide))
+
+
+def _attributes(module: GraphModule) -> dict:
+    names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    found = {}
+    for name in names:
+        value = module
+        for part in name.split("."):
+            value = getattr(value, part)
+        found[name] = value
+    return found

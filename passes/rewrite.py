@@ -1,0 +1,82 @@
+"""Replace every site by ``kvpass::attend``. The only pass that changes what the graph computes with."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from kvpass.kernels.attend import attend
+from kvpass.passes.spec import LayerSpec, Plan, Program, Site
+
+STATE = ("store_k", "store_v", "log_votes", "row_start", "row_len", "tail_k", "tail_v")
+
+
+def state_name(layer: int, field: str) -> str:
+    """Graph input of one field of one layer's cache."""
+    return f"kv{layer}_{field}"
+
+
+def tail_name(window: int, field: str) -> str:
+    """Graph input shared by all layers of one window: ``tail_pos`` or ``tail_at``."""
+    return f"{field}_{window or 'full'}"
+
+
+def rewrite(plan: Plan) -> Program:
+    """A new graph over the same weights in which each site owns its keys and values; the captured one is untouched."""
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(plan.captured.graph, mapping)[0])
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+    def placeholder(name: str) -> Node:
+        nonlocal last
+        with graph.inserting_after(last):
+            last = graph.placeholder(name)
+        return last
+
+    q_pos = placeholder("q_pos")
+    tails = {
+        window: (placeholder(tail_name(window, "tail_pos")), placeholder(tail_name(window, "tail_at")))
+        for window in plan.windows
+    }
+    for index, site in enumerate(plan.sites):
+        state = [placeholder(state_name(index, field)) for field in STATE]
+        _replace(graph, mapping, site, q_pos, state, tails[site.mask.window])
+    graph.lint()
+    return Program(GraphModule(plan.captured.module, graph), tuple(_layer(site) for site in plan.sites))
+
+
+def _replace(graph: Graph, mapping: dict, site: Site, q_pos: Node, state: list[Node], tail: tuple) -> None:
+    output = mapping[site.output]
+    sinks = site.logits.sinks
+    with graph.inserting_before(output):
+        node = graph.call_function(
+            attend,
+            (
+                *(mapping[operand] for operand in (site.q, site.k, site.v)),
+                q_pos,
+                *state,
+                *tail,
+                site.logits.scale,
+                site.mask.window,
+                site.logits.softcap,
+                None if sinks is None else mapping[sinks],
+            ),
+        )
+    node.meta = dict(output.meta)
+    if isinstance(output.meta.get("val"), torch.Tensor):
+        node.meta["val"] = output.meta["val"]
+    output.replace_all_uses_with(node)
+    graph.erase_node(output)
+
+
+def _layer(site: Site) -> LayerSpec:
+    return LayerSpec(
+        layer=site.layer,
+        heads=site.heads,
+        kv_heads=site.kv_heads,
+        key_dim=site.key_dim,
+        value_dim=site.value_dim,
+        scale=site.logits.scale,
+        window=site.mask.window,
+    )
