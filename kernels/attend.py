@@ -32,7 +32,11 @@ def _fake(q, k, v, *state):
 
 def _cpu(q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, *rest):
     few = q.shape[2] <= FUSED_QUERY_TOKENS
-    run = cpu.attend if few and cpu.supports_attend(q, k, v, store_k, store_v, log_votes, tail_k, tail_v) else packed_sdpa.attend
+    run = (
+        cpu.attend
+        if few and cpu.supports_attend(q, k, v, store_k, store_v, log_votes, tail_k, tail_v)
+        else packed_sdpa.attend
+    )
     return run(q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, *rest)
 
 

@@ -1,16 +1,18 @@
 """Merging dropped entries into retained ones so that attention keeps their mass (KeepKV, arXiv 2504.09936).
 
-For a query with logits l_i = scale * q . k_i and votes p_i = exp(m_i), write W = sum p_i exp(l_i), P = sum p_i,
-pi_i = p_i exp(l_i) / W, rho_i = p_i / P over the members of one group. The paper's ZIP merge (Eq. 7, several members:
-Eq. 25) stores the key lam * sum pi_i k_i with lam = ln(W/P) / sum pi_i l_i, the value sum pi_i v_i and the vote P; it is
-lossless for that query (Theorem 3). Because ln(W/P) - sum pi_i l_i = -KL(pi || rho), the same mass is reached with
-*any* key k_r by storing the log-vote m_r = ln W - scale * q . k_r: bounded where lam flips sign or explodes, the same
-in whatever order members arrive, and unchanged when a common vector is added to all keys.
+For a query with logits l_i = scale * q . k_i and votes p_i = exp(m_i), write W = sum p_i exp(l_i), P = sum
+p_i, pi_i = p_i exp(l_i) / W, rho_i = p_i / P over the members of one group. The paper's ZIP merge (Eq. 7,
+several members: Eq. 25) stores the key lam * sum pi_i k_i with lam = ln(W/P) / sum pi_i l_i, the value sum
+pi_i v_i and the vote P; it is lossless for that query (Theorem 3). Because ln(W/P) - sum pi_i l_i = -KL(pi
+|| rho), the same mass is reached with *any* key k_r by storing the log-vote m_r = ln W - scale * q . k_r:
+bounded where lam flips sign or explodes, the same in whatever order members arrive, and unchanged when a
+common vector is added to all keys.
 
-Queries of several positions and heads share one key, value and log-vote. With A the softmax mass of the group under
-a query and exact masses, the value error is sum A^2 |v - vbar|^2, so the best shared weights are
+Queries of several positions and heads share one key, value and log-vote. With A the softmax mass of the
+group under a query and exact masses, the value error is sum A^2 |v - vbar|^2, so the best shared weights are
 pi*_i = sum A^2 pi_i / sum A^2, and the log-vote with the least squared mass error is
-exp(m) = sum w A / sum w^2 with w the mass of the merged key at m = 0. One query reduces both to the lossless merge.
+exp(m) = sum w A / sum w^2 with w the mass of the merged key at m = 0. One query reduces both to the
+lossless merge.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor)
         to_index, to_used: [B, Hkv, C] int64 and bool.
 
     Returns:
-        similarity [B, Hkv, E] in the working dtype (-inf where a row has no target) and index [B, Hkv, E] into C.
-        A zero key has similarity 0.
+        similarity [B, Hkv, E] in the working dtype (-inf where a row has no target) and index [B, Hkv, E]
+        into C. A zero key has similarity 0.
     """
     batch, heads, slots, dim = keys.shape
     rows, count, targets = batch * heads, from_index.shape[-1], to_index.shape[-1]
@@ -91,8 +93,8 @@ def group_by_similarity(
         open_kept: [B, Hkv, M] bool, retained entries that may receive members.
         dropped, dropped_used: [B, Hkv, E] candidates as indices into N.
         threshold: least cosine similarity of stored keys.
-        max_votes: most tokens one entry may come to stand for; a target takes its most similar candidates first
-            (earlier entry first on a tie) and stops at the first that no longer fits.
+        max_votes: most tokens one entry may come to stand for; a target takes its most similar candidates
+            first (earlier entry first on a tie) and stops at the first that no longer fits.
     """
     batch, heads, slots = entries.tokens.shape
     rows, most, _count = batch * heads, kept.shape[-1], dropped.shape[-1]
@@ -149,12 +151,13 @@ def merge(
         seen: the queries that weigh the members. Without a usable query members weigh by their votes.
         kept, kept_used: [B, Hkv, M] retained entries as indices into N.
         groups: from :func:`group_by_similarity`.
-        key_mode: ``fixed`` keeps the target's key, ``convex`` takes the weighted mean, ``zip`` scales the mean by the
-            paper's lam limited to [0.8, 1.25] and leaves the remainder to the log-vote, ``zip_strict`` is the paper's
-            Eq. 25 with log-vote ln P (a group whose scale is not finite keeps the mean).
+        key_mode: ``fixed`` keeps the target's key, ``convex`` takes the weighted mean, ``zip`` scales the
+            mean by the paper's lam limited to [0.8, 1.25] and leaves the remainder to the log-vote,
+            ``zip_strict`` is the paper's Eq. 25 with log-vote ln P (a group whose scale is not finite keeps
+            the mean).
         causal: a query sees entries up to its own position only.
-        excess: the log-vote is held in [0, ln(tokens) + excess]; infinite leaves it alone, which a single query
-            needs to be lossless for every key. ``zip_strict`` is never limited.
+        excess: the log-vote is held in [0, ln(tokens) + excess]; infinite leaves it alone, which a single
+            query needs to be lossless for every key. ``zip_strict`` is never limited.
         value_fit: refit the values of entries marked in ``open_kept`` (see :func:`fit_values`).
         ridge: its regularisation, relative to the squared spectral norm.
     """
@@ -170,8 +173,8 @@ def merge(
         return out
     row = member // slots
 
-    # Group masses under every query, in logs relative to the group's own peak: a group that the softmax over all
-    # entries rounds to nothing still has weights.
+    # Group masses under every query, in logs relative to the group's own peak: a group that the softmax
+    # over all entries rounds to nothing still has weights.
     peak = q.new_full((rows * most,), -torch.inf)
     weight = q.new_zeros(member.shape)
     log_mass = q.new_full((rows, most, q.shape[1]), -torch.inf)
@@ -225,7 +228,8 @@ def merge(
                 if key_mode == "zip":
                     lam = lam.clamp(*LAM)
                 scaled = mean * torch.where(lam.isfinite(), lam, 1).unsqueeze(-1)
-            # The log-vote below must answer for the key that decoding will read, so round it to storage first.
+            # The log-vote below must answer for the key that decoding will read, so round it to storage
+            # first.
             k = torch.where(merged.unsqueeze(-1), scaled.to(entries.k.dtype).to(dtype), k)
         average = _segment_sum(
             weight * v.reshape(rows * slots, -1).index_select(0, member), target, rows * most
@@ -266,10 +270,11 @@ def merge(
 def fit_values(
     logits: Tensor, counts: Tensor, value: Tensor, full: Tensor, free: Tensor, *, ridge: float
 ) -> Tensor:
-    """Move values to where the compressed attention output is closest to the full one, staying near where they are.
+    """Move values so that compressed attention returns the full output, staying near where they are.
 
-    V' = V + (X^T X + lam I)^-1 X^T (Y - X V) with X the softmax of the compressed logits and Y the full output:
-    the value fit of Attention Matching (arXiv 2602.16284) with the merged values as the point of shrinkage.
+    V' = V + (X^T X + lam I)^-1 X^T (Y - X V) with X the softmax of the compressed logits and Y the full
+    output: the value fit of Attention Matching (arXiv 2602.16284) with the merged values as the point of
+    shrinkage.
 
     Args:
         logits: [rows, M, R] compressed logits with log-votes, -inf for unused entries.

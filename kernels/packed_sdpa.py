@@ -48,7 +48,12 @@ def attend(
             if pad < length:
                 row = slice(b, b + 1)
                 result = F.scaled_dot_product_attention(
-                    q[row, :, pad:], k[row, :, pad:], v[row, :, pad:], is_causal=True, scale=scale, enable_gqa=True
+                    q[row, :, pad:],
+                    k[row, :, pad:],
+                    v[row, :, pad:],
+                    is_causal=True,
+                    scale=scale,
+                    enable_gqa=True,
                 )
                 out[row, pad:] = result.transpose(1, 2)
     else:

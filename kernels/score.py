@@ -1,7 +1,8 @@
 """How much attention observed queries pay to cache entries.
 
-Softmax rows are computed for a block of queries at a time and laid out [rows, N, queries]: what follows gathers and
-sums whole entries, which is then contiguous. Arithmetic is fp32 whatever the storage dtype; fp64 stays fp64.
+Softmax rows are computed for a block of queries at a time and laid out [rows, N, queries]: what follows
+gathers and sums whole entries, which is then contiguous. Arithmetic is fp32 whatever the storage dtype;
+fp64 stays fp64.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def compact(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where ``mask`` [..., N] is set, in order: ``index`` [..., M] int64 and ``used`` [..., M] bool, M the most set."""
+    """Where ``mask`` [..., N] is set, in order: ``index`` int64 and ``used`` bool, [..., most set in a
+    row]."""
     count = mask.sum(-1)
     most = int(count.max()) if count.numel() else 0
     slot = torch.where(mask, mask.cumsum(-1) - 1, most)
@@ -35,7 +37,7 @@ def compact(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recent_queries(seen: Observation, window: int) -> Observation:
-    """The queries of the last ``window`` positions of each sequence, ordered by position, unused slots first."""
+    """Queries of the last ``window`` positions of each sequence, by position, unused slots first."""
     held = min(window, seen.q_pos.shape[-1])
     pos, index = seen.q_pos.topk(held, dim=-1)
     pos, index = pos.flip(-1), index.flip(-1)
@@ -47,8 +49,8 @@ def recent_queries(seen: Observation, window: int) -> Observation:
 def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Queries of each KV head's group side by side.
 
-    Returns ``q`` [B*Hkv, G*W, Dk] multiplied by the logit scale and ``pos`` [B*Hkv, G*W]; head-major, so query
-    ``g*W + w`` is head ``g`` of the group at window slot ``w``.
+    Returns ``q`` [B*Hkv, G*W, Dk] multiplied by the logit scale and ``pos`` [B*Hkv, G*W]; head-major, so
+    query ``g*W + w`` is head ``g`` of the group at window slot ``w``.
     """
     batch, heads, width, dim = seen.q.shape
     group = heads // kv_heads
@@ -102,8 +104,8 @@ def attention_mass(
 ) -> Tensor:
     """Softmax weight each entry receives, summed over the observed queries.
 
-    Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for fp64 keys).
-    Unused entries receive 0.
+    Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for
+    fp64 keys). Unused entries receive 0.
     """
     batch, kv_heads, slots, _ = entries.k.shape
     group = seen.q.shape[1] // kv_heads
@@ -117,9 +119,10 @@ def attention_mass(
 
 
 def attention_rms(entries: Entries, seen: Observation, *, causal: bool = False) -> Tensor:
-    """[B, Hkv, N]: root mean square over the group's observed queries of the softmax weight each entry receives.
+    """[B, Hkv, N]: root mean square softmax weight of each entry over the group's observed queries.
 
-    The key score of Attention Matching (arXiv 2602.16284), "highest attention keys". Unused queries do not count.
+    The key score of Attention Matching (arXiv 2602.16284), "highest attention keys". Unused queries do not
+    count.
     """
     batch, kv_heads, slots, _ = entries.k.shape
     total = entries.k.new_zeros(batch * kv_heads, slots, 1, dtype=working_dtype(entries.k))

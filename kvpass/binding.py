@@ -127,7 +127,9 @@ def _cached_forward(
     **ignored,
 ):
     if inputs_embeds is not None:
-        raise InputError("inputs_embeds is not supported by a compiled model; pass input_ids, or use the original model")
+        raise InputError(
+            "inputs_embeds is not supported by a compiled model; pass input_ids, or use the original model"
+        )
     cache = _own_cache(handle, cache)
     padding = _check(model, handle, cache, input_ids, attention_mask)
     length = input_ids.shape[1]
@@ -171,7 +173,9 @@ def _check(model, handle: Handle, cache: RaggedCache, input_ids, attention_mask)
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
-        raise InputError("attention_mask must be [batch, length]; the compiled graph makes its own causal mask")
+        raise InputError(
+            "attention_mask must be [batch, length]; the compiled graph makes its own causal mask"
+        )
     if attention_mask.shape[1] < length:
         raise InputError(f"attention_mask covers {attention_mask.shape[1]} tokens, the input has {length}")
     padding = attention_mask[:, -length:].to(torch.bool)

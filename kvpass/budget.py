@@ -10,7 +10,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-_ACCEPTED = "budget must be a float in (0, 1] (fraction of the prompt's entries kept) or an int >= 1 (entries per row)"
+_ACCEPTED = "budget must be a float in (0, 1] (fraction of entries kept) or an int >= 1 (entries per row)"
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Budget:
     def parse(cls, value: float | int | Budget) -> Budget:
         """Read a user's budget.
 
-        A float in (0, 1] is the fraction of the prompt's entries that is kept, taken as the decimal it is written as
-        (``0.1`` is exactly one tenth). An int >= 1 is entries per row on average.
+        A float in (0, 1] is the fraction of the prompt's entries that is kept, taken as the decimal it is
+        written as (``0.1`` is exactly one tenth). An int >= 1 is entries per row on average.
 
         Raises:
             ValueError: for anything else (bool, string, zero, negative, above 1, not finite).
@@ -57,16 +57,18 @@ class Budget:
         return totals
 
     def uniform(self, lengths: Sequence[int], rows: int) -> Tensor:
-        """[B, rows] int64: the total of each sequence split as evenly as possible, no row above its length."""
+        """[B, rows] int64: each sequence's total split as evenly as possible, no row above its length."""
         available = torch.tensor([[int(n)] * rows for n in lengths], dtype=torch.int64).reshape(-1, rows)
         return even_split(torch.tensor(self.total(lengths, rows), dtype=torch.int64), available)
 
 
 def even_split(totals: Tensor, available: Tensor) -> Tensor:
-    """Split ``totals`` [B] over rows as evenly as ``available`` [B, R] (both int64) permits; returns [B, R] int64.
+    """Split ``totals`` [B] over rows as evenly as ``available`` [B, R] (both int64) permits; returns [B, R]
+    int64.
 
-    Rows shorter than the even share keep what they have and the others share the rest; the remainder of the division
-    goes to the first rows that still have room. Each sequence sums to ``min(totals, available.sum(-1))`` exactly.
+    Rows shorter than the even share keep what they have and the others share the rest; the remainder of the
+    division goes to the first rows that still have room. Each sequence sums to ``min(totals,
+    available.sum(-1))`` exactly.
     """
     totals = torch.minimum(totals, available.sum(-1))
     # The largest level whose filling does not exceed the total, by bisection on integers.

@@ -16,7 +16,9 @@ from transformers import Cache
 from kvpass.kernels.layout import Store
 from kvpass.passes.spec import KVPassError, LayerSpec
 
-TAIL_SLOTS = 64  # smallest tail; later growth doubles, so appending copies each token a bounded number of times
+TAIL_SLOTS = (
+    64  # smallest tail; later growth doubles, so appending copies each token a bounded number of times
+)
 
 
 class CacheError(KVPassError, ValueError):
@@ -67,11 +69,15 @@ class RaggedCache(Cache):
         self.tails: dict[int, Tail] = {}
         self.keys: list[Tensor] = []  # per layer [B, Hkv, T, Dk]
         self.values: list[Tensor] = []
-        self.spare_slots = 0  # sliding layers: slots beyond the window, for padding inside a turn and for rollback
+        self.spare_slots = (
+            0  # sliding layers: slots beyond the window, for padding inside a turn and for rollback
+        )
         self.record_past = False
         self.hold = False  # more chunks of the same prompt are coming: do not compress yet
         self.times = Times()
-        self.version = 0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
+        self.version = (
+            0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
+        )
 
     # -- what transformers asks -------------------------------------------------------------------------------------
 
@@ -146,7 +152,9 @@ class RaggedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of the storages that the cache holds: metadata and slack included, shared ones counted once."""
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors()}
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors()
+        }
         return sum(storage.nbytes() for storage in storages.values())
 
     # -- room -------------------------------------------------------------------------------------------------------
@@ -166,7 +174,7 @@ class RaggedCache(Cache):
         for tail in self.tails.values():
             needed = tail.cursor + new
             limit = tail.window + self.spare_slots if tail.window else needed
-            if needed <= tail.capacity or tail.capacity >= limit > 0 and tail.window:
+            if needed <= tail.capacity or (tail.capacity >= limit > 0 and tail.window):
                 continue
             slack = needed if exact else max(needed, 2 * tail.capacity, TAIL_SLOTS)
             self._resize(tail, min(slack, limit) if tail.window else slack)
@@ -216,7 +224,9 @@ class RaggedCache(Cache):
             full.pos = full.pos[:, :0]
             for index, layer in enumerate(self.specs):
                 if not layer.window:
-                    self.keys[index] = self.keys[index].new_empty(*self.keys[index].shape[:2], 0, layer.key_dim)
+                    self.keys[index] = self.keys[index].new_empty(
+                        *self.keys[index].shape[:2], 0, layer.key_dim
+                    )
                     self.values[index] = self.values[index].new_empty(
                         *self.values[index].shape[:2], 0, layer.value_dim
                     )
@@ -289,7 +299,9 @@ class RaggedCache(Cache):
         twin.stores, twin.times = list(self.stores), replace(self.times)
         twin.keys = [key.clone() for key in self.keys]
         twin.values = [value.clone() for value in self.values]
-        twin.tails = {window: Tail(window, tail.pos.clone(), tail.cursor) for window, tail in self.tails.items()}
+        twin.tails = {
+            window: Tail(window, tail.pos.clone(), tail.cursor) for window, tail in self.tails.items()
+        }
         return twin
 
     def __deepcopy__(self, memo) -> RaggedCache:

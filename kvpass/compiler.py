@@ -102,10 +102,16 @@ def _analyse(model: nn.Module) -> Plan:
 def _dump(number: int, name: str, state):
     """Write the graph as it is after a pass, when KVPASS_DUMP names a directory."""
     if directory := os.environ.get("KVPASS_DUMP"):
-        module: GraphModule = state.module if isinstance(state, (Captured, Program)) else state.captured.module
+        module: GraphModule = (
+            state.module if isinstance(state, (Captured, Program)) else state.captured.module
+        )
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        notes = "".join(f"# {line}\n" for line in str(Report.of(state)).splitlines()) if isinstance(state, Plan) else ""
+        notes = (
+            "".join(f"# {line}\n" for line in str(Report.of(state)).splitlines())
+            if isinstance(state, Plan)
+            else ""
+        )
         (path / f"{number:02d}_{name}.py").write_text(notes + module.code)
     return state
 
@@ -116,10 +122,20 @@ def _split(runtime: Runtime, ids: torch.Tensor, padding: torch.Tensor, steps: in
     length = ids.shape[1] - steps
     positions = (padding.cumsum(-1) - 1).clamp(min=0)
     first = runtime.run(
-        cache, ids[:, :length], padding[:, :length].bool(), positions[:, :length], torch.arange(length, device=ids.device)
+        cache,
+        ids[:, :length],
+        padding[:, :length].bool(),
+        positions[:, :length],
+        torch.arange(length, device=ids.device),
     )
     rest = [
-        runtime.run(cache, ids[:, i : i + 1], None, positions[:, i : i + 1], torch.zeros(1, dtype=torch.int64, device=ids.device))
+        runtime.run(
+            cache,
+            ids[:, i : i + 1],
+            None,
+            positions[:, i : i + 1],
+            torch.zeros(1, dtype=torch.int64, device=ids.device),
+        )
         for i in range(length, ids.shape[1])
     ]
     return torch.cat([first, *rest], 1)

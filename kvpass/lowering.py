@@ -1,12 +1,51 @@
-"""From a program to something fast: the one-token program goes through Inductor, once per batch size."""
+"""From the step program to code for one token and a fixed batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
 
+from kvpass.passes.evaluate import attribute
+from kvpass.passes.regions import Region, cut, is_state
+from kvpass.passes.skinny import use_skinny_linear
 from kvpass.passes.spec import Program
+from kvpass.passes.specialize import specialize
+from kvpass.progress import bar
+
+# Sizes of the sample state: primes, all different, so that no two dimensions are taken for one.
+_STORE, _TAIL, _ROW = 1013, 211, 7
+
+
+@dataclass(frozen=True)
+class _Call:
+    run: Callable
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Compiled regions called in order. Values live in one list; a call names its slots."""
+
+    constants: tuple  # slot -> weight, or None where a value goes
+    arguments: tuple[int, ...]  # slots of the program's inputs
+    calls: tuple[_Call, ...]
+    result: int
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        values = list(self.constants)
+        for slot, value in zip(self.arguments, inputs, strict=True):
+            values[slot] = value
+        for call in self.calls:
+            for slot, value in zip(
+                call.outputs, call.run(*[values[slot] for slot in call.inputs]), strict=True
+            ):
+                values[slot] = value
+        return values[self.result]
 
 
 def eager(program: Program, batch: int) -> Callable:
@@ -15,8 +54,105 @@ def eager(program: Program, batch: int) -> Callable:
 
 
 def inductor(program: Program, batch: int) -> Callable:
-    """Inductor code for one token and a fixed batch; rows and tails may have any length without recompiling."""
-    return torch.compile(program.module, dynamic=False, fullgraph=True)
+    """Inductor code for one token and ``batch`` sequences.
+
+    Rows and tails may have any length without recompiling. Layers that are the same function are compiled once.
+    """
+    program = use_skinny_linear(specialize(program, batch), rows=batch)
+    regions = cut(program)
+    sample = _Sampler(program, batch)
+    slots: dict[Node, int] = {}
+    for node in program.module.graph.nodes:
+        slots[node] = len(slots)
+    compiled: dict = {}
+    calls = []
+    for region in bar(regions, f"kvpass: lowering {len(regions)} regions for batch {batch}"):
+        examples = [sample.values[node] for node in region.inputs]
+        key = region.key(examples)
+        if key not in compiled:
+            compiled[key] = _compile(region, examples)
+        calls.append(
+            _Call(
+                compiled[key], tuple(slots[n] for n in region.inputs), tuple(slots[n] for n in region.outputs)
+            )
+        )
+    return Lowered(
+        constants=tuple(attribute(program, node) if node.op == "get_attr" else None for node in slots),
+        arguments=tuple(slots[node] for node in slots if node.op == "placeholder"),
+        calls=tuple(calls),
+        result=slots[next(node for node in slots if node.op == "output").args[0]],
+    )
+
+
+@torch.no_grad()
+def _compile(region: Region, examples: Sequence[Tensor]) -> Callable:
+    # Nothing is left to guard: the module is frozen and ours, its sizes are fixed or declared dynamic here.
+    run = torch.compile(
+        GraphModule(region.module, region.module.graph),
+        fullgraph=True,
+        dynamic=False,
+        options={"guard_filter_fn": lambda guards: [False] * len(guards)},
+    )
+    for node, value in zip(region.inputs, examples, strict=True):
+        if is_state(node):
+            for axis, size in enumerate(value.shape):
+                if size in (_STORE, _TAIL):
+                    torch._dynamo.mark_dynamic(value, axis)
+    run(*examples)
+    return run
+
+
+class _Sampler(Interpreter):
+    """One step on made-up state, for an example of every value."""
+
+    def __init__(self, program: Program, batch: int):
+        super().__init__(program.module, garbage_collect_values=False)
+        self.values: dict[Node, Tensor] = {}
+        with torch.no_grad():
+            self.run(*_sample_inputs(program, batch))
+
+    def run_node(self, node: Node):
+        self.values[node] = super().run_node(node)
+        return self.values[node]
+
+
+def _sample_inputs(program: Program, batch: int) -> list[Tensor]:
+    first = next(program.module.parameters())
+    dtype, device = first.dtype, first.device
+    step = torch.full((batch, 1), _ROW + 1, dtype=torch.int64, device=device)
+    plain = {
+        "input_ids": torch.ones_like(step),
+        "position_ids": step,
+        "keep": torch.zeros(1, dtype=torch.int64, device=device),
+        "q_pos": step.to(torch.int32),
+    }
+    found = []
+    for name in program.inputs:
+        if name in plain:
+            found.append(plain[name])
+        elif name.startswith("tail_pos"):
+            found.append(torch.full((batch, _TAIL), -1, dtype=torch.int32, device=device))
+        elif name.startswith("tail_at"):
+            found.append(torch.zeros(1, dtype=torch.int64, device=device))
+        else:
+            found.append(_sample_state(program, name, batch, dtype, device))
+    return found
+
+
+def _sample_state(program: Program, name: str, batch: int, dtype, device) -> Tensor:
+    index, field = name.removeprefix("kv").split("_", 1)
+    layer = program.layers[int(index)]
+    heads = (batch, layer.kv_heads)
+    make: dict[str, Callable[[], Tensor]] = {
+        "store_k": lambda: torch.zeros(_STORE, layer.key_dim, dtype=dtype, device=device),
+        "store_v": lambda: torch.zeros(_STORE, layer.value_dim, dtype=dtype, device=device),
+        "log_votes": lambda: torch.zeros(_STORE, device=device),
+        "row_start": lambda: torch.zeros(heads, dtype=torch.int64, device=device),
+        "row_len": lambda: torch.full(heads, _ROW, dtype=torch.int32, device=device),
+        "tail_k": lambda: torch.zeros(*heads, _TAIL, layer.key_dim, dtype=dtype, device=device),
+        "tail_v": lambda: torch.zeros(*heads, _TAIL, layer.value_dim, dtype=dtype, device=device),
+    }
+    return make[field]()
 
 
 BACKENDS: dict[str, Callable[[Program, int], Callable]] = {"inductor": inductor, "eager": eager}

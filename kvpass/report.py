@@ -40,7 +40,9 @@ class Report:
             Row(
                 refusal.layer,
                 "refused",
-                note=refusal.reason + _place(refusal.node, refusal.source) + (f"; {refusal.hint}" if refusal.hint else ""),
+                note=refusal.reason
+                + _place(refusal.node, refusal.source)
+                + (f"; {refusal.hint}" if refusal.hint else ""),
             )
             for refusal in plan.refusals
         ]
@@ -59,7 +61,9 @@ class Report:
 
     def __str__(self) -> str:
         table = [[row.layer, row.status, row.attention, row.mask, row.note] for row in self.rows]
-        verdict = "every attention layer can be rewritten" if self.supported else "this model cannot be compiled"
+        verdict = (
+            "every attention layer can be rewritten" if self.supported else "this model cannot be compiled"
+        )
         return tabulate(table, ["layer", "status", "attention", "mask", "note"]) + f"\n{verdict}"
 
 
@@ -121,7 +125,9 @@ class CacheReport:
             )
             seen = cache.seen.clamp(max=layer.window) if layer.window else cache.seen
             full_entries += int(seen.sum()) * layer.kv_heads
-            full_bytes += int(seen.sum()) * layer.kv_heads * (layer.key_dim + layer.value_dim) * key.element_size()
+            full_bytes += (
+                int(seen.sum()) * layer.kv_heads * (layer.key_dim + layer.value_dim) * key.element_size()
+            )
         return CacheReport(
             layers=tuple(uses),
             tokens_seen=total,
@@ -142,10 +148,28 @@ class CacheReport:
 
     def __str__(self) -> str:
         table = [
-            [use.layer, use.mask, use.entries, use.shortest_row, use.longest_row, use.represented, use.most_votes, use.mib]
+            [
+                use.layer,
+                use.mask,
+                use.entries,
+                use.shortest_row,
+                use.longest_row,
+                use.represented,
+                use.most_votes,
+                use.mib,
+            ]
             for use in self.layers
         ]
-        head = ["layer", "mask", "entries", "shortest row", "longest row", "tokens stood for", "most votes", "MiB"]
+        head = [
+            "layer",
+            "mask",
+            "entries",
+            "shortest row",
+            "longest row",
+            "tokens stood for",
+            "most votes",
+            "MiB",
+        ]
         times = self.seconds
         per_token = f", {1e3 * times['decode'] / times['decoded']:.1f} ms/token" if times["decoded"] else ""
         return "\n".join(

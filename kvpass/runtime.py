@@ -34,7 +34,12 @@ class Runtime:
 
     @torch.no_grad()
     def run(
-        self, cache: RaggedCache, input_ids: Tensor, padding: Tensor | None, position_ids: Tensor | None, keep: Tensor
+        self,
+        cache: RaggedCache,
+        input_ids: Tensor,
+        padding: Tensor | None,
+        position_ids: Tensor | None,
+        keep: Tensor,
     ) -> Tensor:
         """Logits [B, K, V] of the columns ``keep`` [K]; the cache has seen the tokens only when this returns.
 
@@ -75,7 +80,9 @@ class Runtime:
         q_pos = inputs[3]
         metadata = [tensor for store in cache.stores for tensor in (store.tokens, store.pos)]
         observe_at = _observed_columns(self.policy, q_pos)
-        logits, (stores, spent) = self.prefill.module(*inputs, *_state(cache, keys, values), observe_at, *metadata)
+        logits, (stores, spent) = self.prefill.module(
+            *inputs, *_state(cache, keys, values), observe_at, *metadata
+        )
         cache.keys, cache.values = keys, values
         return logits, stores, spent
 

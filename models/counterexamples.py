@@ -6,6 +6,8 @@ Each function returns a module in eval mode with transformers' call signature (s
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from kvpass.models.plain import (
     AttentionLayer,
     PlainDecoder,
@@ -16,7 +18,6 @@ from kvpass.models.plain import (
     masked_scores,
 )
 from kvpass.models.seed import seeded
-from torch import Tensor, nn
 
 PREFIX = 4
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from kvpass.models.seed import seeded
 from torch import Tensor, nn
+
+from kvpass.models.seed import seeded
 
 
 @dataclass(frozen=True)

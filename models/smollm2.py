@@ -59,8 +59,9 @@ def convert(folder: Path) -> None:
     print("kvpass: converting SmolLM2-135M-Instruct to float32, once; about 15 seconds", file=sys.stderr)
 
     import torch
-    from kvpass.models.gguf_llama import LlamaGGUF
     from transformers import GenerationConfig, LlamaForCausalLM
+
+    from kvpass.models.gguf_llama import LlamaGGUF
 
     file = LlamaGGUF(path)
     config = file.config()

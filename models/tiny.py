@@ -78,9 +78,10 @@ def tiny(name: str, attn: str = "sdpa", **overrides):
         raise ValueError(f"unknown tiny decoder {name!r}; known ones: {', '.join(TINY)}")
 
     import torch
-    from kvpass.models.seed import seeded
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from kvpass.models.seed import seeded
 
     row = TINY[name]
     config_class = CONFIG_MAPPING[row.model_type]

@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from kvpass.passes import masks, places
-from kvpass.passes.evaluate import KEEP, Unevaluable, backward_slice, concrete, evaluate, is_size, substitution
+from kvpass.passes.evaluate import (
+    KEEP,
+    Unevaluable,
+    backward_slice,
+    concrete,
+    evaluate,
+    is_size,
+    substitution,
+)
 from kvpass.passes.readers import Unreadable
 from kvpass.passes.spec import Captured, Mask, Plan, Refusal, Site, Sizes
 
@@ -160,7 +168,9 @@ def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length:
 
 def _evaluate_mask(captured: Captured, root: Node, case: Case, points: Tensor, length: int) -> Tensor:
     inputs = {"attention_mask": case.padding, "position_ids": case.position_ids}
-    feeds = {node: value for name, value in inputs.items() if (node := captured.placeholder(name)) is not None}
+    feeds = {
+        node: value for name, value in inputs.items() if (node := captured.placeholder(name)) is not None
+    }
     sizes = Sizes(batch=2, length=length)
     ids = captured.placeholder("input_ids")
     for node in backward_slice([root]):
@@ -185,12 +195,15 @@ def _sampled(captured: Captured, points: Tensor, sizes: Sizes):
         along = [isinstance(size, torch.SymInt) and concrete(size, numbers) == sizes.length for size in shape]
         if node.target is aten.arange.default and along == [True] and len(node.args) == 1:
             return points.clone()
-        if node.target in (aten.expand.default, aten.new_ones.default, aten.new_zeros.default, aten.view.default):
+        if node.target in (
+            aten.expand.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+            aten.view.default,
+        ):
             return node.target(args[0], [_shrink(size, sizes.length, points) for size in args[1]], **kwargs)
         if node.target in (aten.full.default, aten.ones.default, aten.zeros.default):
-            return node.target(
-                [_shrink(size, sizes.length, points) for size in args[0]], *args[1:], **kwargs
-            )
+            return node.target([_shrink(size, sizes.length, points) for size in args[0]], *args[1:], **kwargs)
         return KEEP
 
     return override

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from kvpass.passes.spec import Captured, Sizes
+from kvpass.passes.spec import Captured, Program, Sizes
 
 
 class Unevaluable(Exception):
@@ -39,7 +39,7 @@ def concrete(value: Any, numbers: dict) -> int:
     return int(value.node.expr.xreplace(numbers))
 
 
-def attribute(captured: Captured, node: Node) -> Any:
+def attribute(captured: Captured | Program, node: Node) -> Any:
     """The parameter, buffer or constant behind a get_attr node."""
     target = captured.module
     for part in str(node.target).split("."):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch.fx import Node
 
@@ -35,7 +34,9 @@ def find(captured: Captured) -> Plan:
         except Unreadable as failure:
             refusals.append(refusal(node, failure))
     if not sites and not refusals:
-        refusals.append(Refusal("no attention over the sequence was found", hint="only decoders are supported"))
+        refusals.append(
+            Refusal("no attention over the sequence was found", hint="only decoders are supported")
+        )
     return Plan(captured, tuple(sites), tuple(refusals), tuple(ignored))
 
 
@@ -97,9 +98,9 @@ def _consumer(softmax: Node, logits: Logits) -> tuple[Node, Node]:
         if len(users) != 1:
             raise Unreadable(node, f"the attention weights have {len(users)} consumers")
         user = users[0]
-        if user.target in (aten._to_copy.default, aten.clone.default):
-            node = user
-        elif logits.sinks is not None and user.target is aten.slice.Tensor and user.args[1:] == (3, 0, -1):
+        if user.target in (aten._to_copy.default, aten.clone.default) or (
+            logits.sinks is not None and user.target is aten.slice.Tensor and user.args[1:] == (3, 0, -1)
+        ):
             node = user
         elif user.target is aten.matmul.default and user.args[0] is node:
             return user, user.args[1]

@@ -87,7 +87,9 @@ def _leaks(node, before, after, captured, numbers) -> bool:
     """Whether a token other than the changed one differs."""
     shape = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
     if before.shape != after.shape or len(shape) != before.ndim:
-        return False  # sizes that depend on data, such as expert dispatch: judged where tokens are back in order
+        return (
+            False  # sizes that depend on data, such as expert dispatch: judged where tokens are back in order
+        )
     for axis, size in enumerate(shape):
         if not isinstance(size, torch.SymInt):
             continue
@@ -100,6 +102,10 @@ def _leaks(node, before, after, captured, numbers) -> bool:
             continue
         index = torch.tensor(others, device=before.device)
         return not torch.allclose(
-            before.index_select(axis, index), after.index_select(axis, index), rtol=1e-4, atol=1e-6, equal_nan=True
+            before.index_select(axis, index),
+            after.index_select(axis, index),
+            rtol=1e-4,
+            atol=1e-6,
+            equal_nan=True,
         )
     return False

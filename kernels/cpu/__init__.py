@@ -59,8 +59,8 @@ def attend(
 ) -> Tensor:
     """Attends from the new tokens to store, tail and new tokens, then writes the new tokens into the tail.
 
-    Returns [B, Hq, S, Dv], a transposed view of contiguous [B, S, Hq, Dv]. New keys and values are attended in the
-    dtype they come in; the tail keeps them in its own.
+    Returns [B, Hq, S, Dv], a transposed view of contiguous [B, S, Hq, Dv]. New keys and values are attended
+    in the dtype they come in; the tail keeps them in its own.
     """
     batch, heads, tokens, key_dim = q.shape
     _, kv_heads, slots, value_dim = tail_v.shape
@@ -172,7 +172,7 @@ def supports_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bo
 
 
 def read_stream(data: Tensor) -> float:
-    """Reads a contiguous fp32 tensor once with all threads and returns its sum: the roof of every kernel here."""
+    """Reads a contiguous fp32 tensor once with all threads and returns its sum: the kernels' roof."""
     function = library().kvpass_stream
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     function.restype = ctypes.c_float

@@ -1,9 +1,9 @@
 // Attention of a few new tokens over a ragged, voted store, the exact tail, and the new tokens themselves.
 //
-// The keys of one row (sequence, KV head) are a chain of segments: its store entries, the runs of tail slots that
-// hold a visible token, the new tokens. The chain is cut into tiles of about `tile` keys; each tile yields a partial
-// softmax (max, sum, weighted values) for all queries of the row, so every key and value is read once whatever the
-// group size; partials are merged in the order of the chain. The cut depends on the lengths alone, hence the result
+// The keys of one row (sequence, KV head) are a chain of segments: its store entries, the runs of tail slots
+// that hold a visible token, the new tokens. The chain is cut into tiles of about `tile` keys; each tile
+// yields a partial softmax for all queries of the row, so every key and value is read once whatever the group
+// size; the partials are merged in the order of the chain. The cut depends on lengths alone, hence the result
 // does not depend on the number of threads.
 #include <omp.h>
 
@@ -40,10 +40,10 @@ struct AttendArgs {
 
 namespace {
 
-constexpr int64_t BLOCK = 64;         // keys whose logits are held at once
-constexpr int64_t MAX_QUERIES = 128;  // (token, head) pairs served by one pass over the keys
-constexpr int64_t MANY_PASSES = 8;    // from here the passes alone feed all threads: keys are not cut
-constexpr int64_t BYTES_AHEAD = 8192;
+constexpr int64_t BLOCK = 64;              // keys whose logits are held at once
+constexpr int64_t MAX_QUERIES = 128;       // (token, head) pairs served by one pass over the keys
+constexpr int64_t MANY_PASSES = 8;         // from here the passes alone feed all threads: keys are not cut
+constexpr int64_t BYTES_AHEAD = 4096;      // of prefetching: the hardware stops at pages
 constexpr double SERIAL_BYTES = 64 << 10;  // below this, waking threads costs more than it saves
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
@@ -95,8 +95,7 @@ struct Plan {
 // Softmax over some keys for each query: max, sum of exp(logit - max), sum of exp(logit - max) * value.
 struct Partial {
   float *max, *sum, *values;
-  Partial(float* p, int64_t queries)
-      : max(p), sum(p + queries), values(p + round_up(2 * queries, LANES)) {}
+  Partial(float* p, int64_t queries) : max(p), sum(p + queries), values(p + round_up(2 * queries, LANES)) {}
   static int64_t size(int64_t queries, int64_t stride) {
     return round_up(2 * queries, LANES) + queries * stride;
   }
@@ -108,8 +107,8 @@ bool visible(int64_t key, int64_t query, int64_t window) {
 
 // values[r] += sum over keys of weight[r] * v: R queries by C registers of columns stay in registers.
 template <class X, int R, int C, bool PART>
-__attribute__((noinline)) void add_columns(const float* weight, const typename X::T* v, int64_t v_stride, int64_t keys, int64_t columns,
-                 float* values, int64_t stride) {
+NOINLINE void add_columns(const float* weight, const typename X::T* v, int64_t v_stride, int64_t keys,
+                          int64_t columns, float* values, int64_t stride) {
   Vec sum[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) sum[r][c] = load(values + r * stride + c * LANES);
@@ -140,7 +139,7 @@ struct Attend {
   Plan& plan;
   const int64_t share;                     // query heads per KV head
   const int64_t key_stride, value_stride;  // of the fp32 working copies: whole registers
-  double bytes = 0;                               // of keys and values to be read
+  double bytes = 0;                        // of keys and values to be read
   int64_t partial_floats = 0;
 
   Attend(const AttendArgs& args, Plan& scratch)
@@ -179,8 +178,10 @@ struct Attend {
     const int64_t begin = plan.tokens.size();
     plan.first_pass.push_back(plan.passes.size());
     for (int64_t s = 0; s < a.tokens; s++) {
-      if (q_pos[s] >= 0) plan.tokens.push_back(s);
-      else clear_output(b, s);
+      if (q_pos[s] >= 0)
+        plan.tokens.push_back(s);
+      else
+        clear_output(b, s);
     }
     const int64_t end = plan.tokens.size(), most = std::max<int64_t>(1, MAX_QUERIES / share);
     for (int64_t t = begin; t < end; t += most) {
@@ -230,9 +231,14 @@ struct Attend {
 
   Segment store_segment(int64_t b, int64_t h) const {
     const int64_t start = a.row_start[b * a.kv_heads + h], size = bytes_of(a.store_type);
-    return {a.store_k + start * a.store_k_stride * size, a.store_v + start * a.store_v_stride * size,
-            a.store_k_stride, a.store_v_stride, a.store_type, a.row_len[b * a.kv_heads + h],
-            a.log_votes + start, nullptr};
+    return {a.store_k + start * a.store_k_stride * size,
+            a.store_v + start * a.store_v_stride * size,
+            a.store_k_stride,
+            a.store_v_stride,
+            a.store_type,
+            a.row_len[b * a.kv_heads + h],
+            a.log_votes + start,
+            nullptr};
   }
 
   Segment recent_segment(const Run& run, int64_t b, int64_t h, bool one_token) const {
@@ -243,7 +249,11 @@ struct Attend {
     const int32_t* pos = run.is_new ? a.q_pos + b * a.q_pos_stride : a.tail_pos + b * a.tail_pos_stride;
     return {k + (b * ks[0] + h * ks[1] + run.first * ks[2]) * size,
             v + (b * vs[0] + h * vs[1] + run.first * vs[2]) * size,
-            ks[2], vs[2], type, run.count, nullptr,
+            ks[2],
+            vs[2],
+            type,
+            run.count,
+            nullptr,
             one_token ? nullptr : pos + run.first};  // a run of a single query holds only keys it sees
   }
 
@@ -259,10 +269,11 @@ struct Attend {
 
     int64_t at = 0;  // where the segment begins in the chain
     for (int64_t s = -1; s < pass.runs && at < tile.end; s++) {
-      const Segment segment = s < 0 ? store_segment(pass.batch, row.kv_head)
-                                    : recent_segment(plan.runs[pass.first_run + s], pass.batch, row.kv_head,
-                                                     pass.tokens == 1);
-      const int64_t begin = std::max<int64_t>(0, tile.begin - at), end = std::min(segment.count, tile.end - at);
+      const Segment segment =
+          s < 0 ? store_segment(pass.batch, row.kv_head)
+                : recent_segment(plan.runs[pass.first_run + s], pass.batch, row.kv_head, pass.tokens == 1);
+      const int64_t begin = std::max<int64_t>(0, tile.begin - at),
+                    end = std::min(segment.count, tile.end - at);
       with_type(segment.type, [&](auto type) {
         for (int64_t j = begin; j < end; j += BLOCK)
           attend_block<decltype(type)>(pass, segment, j, std::min(BLOCK, end - j), q, logits, bias, out);
@@ -292,10 +303,11 @@ struct Attend {
     const auto* k = (const typename X::T*)segment.k + first * segment.k_stride;
     const auto* v = (const typename X::T*)segment.v + first * segment.v_stride;
     for_query_blocks(queries, [&](auto R, int64_t r) {
-      dots<X, R>(q + r * key_stride, key_stride, k, segment.k_stride, keys, a.key_dim, logits + r * BLOCK, BLOCK,
-                 BYTES_AHEAD);
+      dots<X, R>(q + r * key_stride, key_stride, k, segment.k_stride, keys, a.key_dim, logits + r * BLOCK,
+                 BLOCK, BYTES_AHEAD);
     });
-    for (int64_t j = 0; j < BLOCK; j++) bias[j] = j >= keys ? NEVER : segment.log_votes ? segment.log_votes[first + j] : 0;
+    std::fill_n(bias, BLOCK, NEVER);
+    for (int64_t j = 0; j < keys; j++) bias[j] = segment.log_votes ? segment.log_votes[first + j] : 0;
     for (int64_t t = 0; t < pass.tokens; t++) {
       if (segment.pos) {
         const int64_t query = a.q_pos[pass.batch * a.q_pos_stride + plan.tokens[pass.first_token + t]];
@@ -307,8 +319,8 @@ struct Attend {
               out.values + r * value_stride);
     }
     for_query_blocks(queries, [&](auto R, int64_t r) {
-      add_values<X, R>(logits + r * BLOCK, v, segment.v_stride, keys, a.value_dim, out.values + r * value_stride,
-                       value_stride);
+      add_values<X, R>(logits + r * BLOCK, v, segment.v_stride, keys, a.value_dim,
+                       out.values + r * value_stride, value_stride);
     });
   }
 
@@ -356,7 +368,8 @@ struct Attend {
     for (int64_t r = 0; r < queries; r++) {
       const int64_t head = row.kv_head * share + r % share;
       float max = NEVER, sum = 0;
-      for (int64_t t = 0; t < group.tiles; t++) max = std::max(max, Partial(partials + tiles[t].partial, queries).max[r]);
+      for (int64_t t = 0; t < group.tiles; t++)
+        max = std::max(max, Partial(partials + tiles[t].partial, queries).max[r]);
       const bool sees = max != NEVER;
       if (a.sinks) max = std::max(max, a.sinks[head]);
       float* total = Partial(partials + tiles[0].partial, queries).values + r * value_stride;
@@ -382,13 +395,14 @@ struct Attend {
     append(row, a.v_new, a.v_new_stride, a.tail_v, a.tail_v_stride, a.value_dim);
   }
 
-  void append(const Row& row, const char* from, const int64_t* from_stride, char* to, const int64_t* to_stride,
-              int64_t dim) const {
+  void append(const Row& row, const char* from, const int64_t* from_stride, char* to,
+              const int64_t* to_stride, int64_t dim) const {
     const int64_t b = row.batch, h = row.kv_head;
     float part[BLOCK];
     for (int64_t i = std::max<int64_t>(0, a.tokens - a.tail_slots); i < a.tokens && a.tail_slots > 0; i++) {
       const int64_t slot = (*a.tail_at + i) % a.tail_slots;
-      const char* x = from + (b * from_stride[0] + h * from_stride[1] + i * from_stride[2]) * bytes_of(a.model_type);
+      const char* x =
+          from + (b * from_stride[0] + h * from_stride[1] + i * from_stride[2]) * bytes_of(a.model_type);
       char* y = to + (b * to_stride[0] + h * to_stride[1] + slot * to_stride[2]) * bytes_of(a.tail_type);
       for (int64_t c = 0; c < dim; c += BLOCK) {
         widen(x + c * bytes_of(a.model_type), a.model_type, part, std::min(BLOCK, dim - c));

@@ -119,13 +119,19 @@ def _lock(path: Path):
 
 def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
     """Compiles the sources side by side and moves the linked library to ``path`` in one step."""
-    print(f"kvpass: compiling the CPU kernels with {compiler[0]} (once, a few seconds)", file=sys.stderr, flush=True)
+    print(
+        f"kvpass: compiling the CPU kernels with {compiler[0]} (once, a few seconds)",
+        file=sys.stderr,
+        flush=True,
+    )
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         objects, jobs = [], []
         for source in sorted(HERE.glob("*.cpp")):
             objects.append(str(Path(directory) / f"{source.stem}.o"))
             command = [*compiler, *flags, "-c", str(source), "-o", objects[-1]]
-            jobs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+            jobs.append(
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            )
         messages = [job.communicate()[1] for job in jobs]
         for job, message in zip(jobs, messages, strict=True):
             if job.returncode:
@@ -144,4 +150,3 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     if result.returncode:
         raise BuildError(f"{command[0]} failed: {result.stderr.strip()[-2000:]}")
     return result
-

@@ -1,6 +1,6 @@
 // y = x W^T + bias for a few rows of x: the weight is read once, at the speed of memory.
 //
-// Each thread takes one contiguous run of weight rows and walks it four rows at a time against all rows of x.
+// Threads take contiguous runs of weight rows and walk them four rows at a time against all rows of x.
 #include <algorithm>
 #include <new>
 
@@ -19,8 +19,9 @@ struct LinearArgs {
 
 namespace {
 
-constexpr int64_t BLOCK = 64;              // outputs finished together
+constexpr int64_t BLOCK = 64;  // outputs finished together
 constexpr int64_t BYTES_AHEAD = 8192;
+constexpr int64_t PIECE_BYTES = 2 << 20;    // large weights are cut: a delayed thread holds up one piece
 constexpr int64_t SERIAL_BYTES = 64 << 10;  // below this, waking threads costs more than it saves
 
 // Outputs begin..end of every row; x is fp32 at a stride of whole registers, zero padded.
@@ -32,8 +33,8 @@ void outputs(const LinearArgs& a, const float* x, int64_t x_stride, int64_t begi
     for_query_blocks(a.rows, [&](auto R, int64_t first) {
       with_type(a.weight_type, [&](auto weight) {
         using W = decltype(weight);
-        dots<W, R>(x + first * x_stride, x_stride, (const typename W::T*)a.weight + n * a.in_features, a.in_features,
-                   count, a.in_features, y, BLOCK, BYTES_AHEAD);
+        dots<W, R>(x + first * x_stride, x_stride, (const typename W::T*)a.weight + n * a.in_features,
+                   a.in_features, count, a.in_features, y, BLOCK, BYTES_AHEAD);
       });
       for (int64_t m = 0; m < R; m++) {
         for (int64_t j = 0; j < count; j++) y[m * BLOCK + j] += bias[j];
@@ -52,9 +53,12 @@ void linear(const LinearArgs& a, Scratch& scratch) {
   }
   const int64_t bytes = a.out_features * a.in_features * bytes_of(a.weight_type);
   const int threads = bytes < SERIAL_BYTES ? 1 : (int)a.threads;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static, 1)
-  for (int t = 0; t < threads; t++)
-    outputs(a, x, stride, a.out_features * t / threads, a.out_features * (t + 1) / threads);
+  const int64_t blocks = (a.out_features + BLOCK - 1) / BLOCK;
+  const int64_t pieces = std::min(blocks, threads * std::max<int64_t>(1, bytes / (threads * PIECE_BYTES)));
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
+  for (int64_t p = 0; p < pieces; p++)
+    outputs(a, x, stride, blocks * p / pieces * BLOCK,
+            std::min(a.out_features, blocks * (p + 1) / pieces * BLOCK));
 }
 
 }  // namespace

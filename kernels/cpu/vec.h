@@ -1,7 +1,7 @@
 // One SIMD register of floats, and the three storage types read through it.
 //
-// GCC/Clang vector extensions carry the arithmetic on every machine; intrinsics appear only where the extensions
-// have no word for the instruction (masked loads, fp16, the transposing sum).
+// GCC/Clang vector extensions carry the arithmetic on every machine; intrinsics appear only where the
+// extensions have no word for the instruction (masked loads, widening, the transposing sum).
 #pragma once
 
 #include <cmath>
@@ -20,6 +20,8 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define KVPASS_AVX2 1
 #endif
+
+#define NOINLINE __attribute__((noinline))  // one copy of each inner loop, not one per caller: build time
 
 namespace kvpass {
 
@@ -58,16 +60,25 @@ inline Vec load(const float* p) {
 }
 inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 
+#if defined(KVPASS_AVX512)
+inline float lane_max(Vec x) { return _mm512_reduce_max_ps(x); }
+inline float lane_sum(Vec x) { return _mm512_reduce_add_ps(x); }
+#else
+template <class F>
+inline float fold_lanes(Vec x, F f) {
+  float t[LANES];
+  store(t, x);
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) t[i] = f(t[i], t[i + half]);
+  return t[0];
+}
 inline float lane_max(Vec x) {
-  float m = x[0];
-  for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
-  return m;
+  return fold_lanes(x, [](float a, float b) { return a > b ? a : b; });
 }
 inline float lane_sum(Vec x) {
-  float s = 0;
-  for (int i = 0; i < LANES; i++) s += x[i];
-  return s;
+  return fold_lanes(x, [](float a, float b) { return a + b; });
 }
+#endif
 
 // The four sums over lanes of a, b, c, d, written to out[0..3].
 inline void store_sums(float* out, Vec a, Vec b, Vec c, Vec d) {
@@ -111,7 +122,8 @@ inline Vec tanh(Vec x) {
   return x < 0.f ? -y : y;
 }
 
-// ---- storage types: load a register, load its first n < LANES values (never reading past them), convert one ----
+// ---- storage types: load a register, or its first n < LANES values without reading past them; round one
+// ----
 
 template <class X>
 inline Vec load_through_buffer(const typename X::T* p, int64_t n) {
@@ -135,7 +147,15 @@ struct F32 {
 
 struct BF16 {
   using T = uint16_t;
-  static Vec widen(HalfVec h) { return bits_as<Vec>(__builtin_convertvector(h, BitVec) << 16); }
+  static Vec widen(HalfVec h) {
+#if defined(KVPASS_AVX512)  // by name: GCC splits the vector conversion in two halves
+    return bits_as<Vec>(bits_as<BitVec>(_mm512_cvtepu16_epi32(bits_as<__m256i>(h))) << 16);
+#elif defined(KVPASS_AVX2)
+    return bits_as<Vec>(bits_as<BitVec>(_mm256_cvtepu16_epi32(bits_as<__m128i>(h))) << 16);
+#else
+    return bits_as<Vec>(__builtin_convertvector(h, BitVec) << 16);
+#endif
+  }
   static Vec load(const T* p) {
     HalfVec h;
     std::memcpy(&h, p, sizeof h);
@@ -164,7 +184,8 @@ struct F16 {
     return _mm256_cvtph_ps(bits_as<__m128i>(h));
 #else
     BitVec u = __builtin_convertvector(h, BitVec), magnitude = (u & 0x7fffu) << 13;
-    BitVec x = bits_as<BitVec>(bits_as<Vec>(magnitude) * 0x1p112f);  // rebias the exponent, subnormals included
+    BitVec x =
+        bits_as<BitVec>(bits_as<Vec>(magnitude) * 0x1p112f);  // rebias the exponent, subnormals included
     x = magnitude >= 0x7c00u << 13 ? x | 0x7f800000u : x;
     return bits_as<Vec>(x | (u & 0x8000u) << 16);
 #endif
@@ -201,7 +222,7 @@ inline void with_type(int64_t code, F f) {
 inline int64_t bytes_of(int64_t type) { return type == 0 ? 4 : 2; }
 
 // Copies n values of a storage type to fp32, or back.
-__attribute__((noinline)) inline void widen(const char* from, int64_t type, float* to, int64_t n) {
+NOINLINE inline void widen(const char* from, int64_t type, float* to, int64_t n) {
   with_type(type, [&](auto t) {
     using X = decltype(t);
     const auto* x = (const typename X::T*)from;
@@ -211,7 +232,7 @@ __attribute__((noinline)) inline void widen(const char* from, int64_t type, floa
     std::memcpy(to + i, &rest, (n - i) * 4);
   });
 }
-__attribute__((noinline)) inline void narrow(const float* from, int64_t type, char* to, int64_t n) {
+NOINLINE inline void narrow(const float* from, int64_t type, char* to, int64_t n) {
   with_type(type, [&](auto t) {
     using X = decltype(t);
     for (int64_t i = 0; i < n; i++) ((typename X::T*)to)[i] = X::put(from[i]);
@@ -219,17 +240,18 @@ __attribute__((noinline)) inline void narrow(const float* from, int64_t type, ch
 }
 
 inline void prefetch(const void* p, int64_t bytes_ahead) {
-  __builtin_prefetch((const void*)((uintptr_t)p + (uintptr_t)bytes_ahead));  // may point past the end: never faults
+  __builtin_prefetch(
+      (const void*)((uintptr_t)p + (uintptr_t)bytes_ahead));  // may point past the end: never faults
 }
 
 // ---- dot products of R queries with n rows, the inner loop of both logits and linear layers ----
 
-// out[r][j] = q[r] . row[j]. Queries are fp32, zero padded to whole registers; `out` has room for n rounded up to
-// 4. The last group of four repeats its last row instead of taking a narrower path, so the bits of a sum never
-// depend on where a row stands.
+// out[r][j] = q[r] . row[j]. Queries are fp32, zero padded to whole registers; `out` has room for n rounded
+// up to 4. The last group of four repeats its last row instead of taking a narrower path, so the bits of a
+// sum never depend on where a row stands.
 template <class X, int R>
-__attribute__((noinline)) void dots(const float* q, int64_t q_stride, const typename X::T* rows, int64_t row_stride, int64_t n,
-                 int64_t dim, float* out, int64_t out_stride, int64_t bytes_ahead) {
+NOINLINE void dots(const float* q, int64_t q_stride, const typename X::T* rows, int64_t row_stride, int64_t n,
+                   int64_t dim, float* out, int64_t out_stride, int64_t bytes_ahead) {
   for (int64_t j = 0; j < n; j += 4) {
     const typename X::T* row[4];
     for (int u = 0; u < 4; u++) row[u] = rows + (j + u < n ? j + u : n - 1) * row_stride;
@@ -262,7 +284,7 @@ inline void for_query_blocks(int64_t count, F f) {
     if (size == 1) f(std::integral_constant<int, 1>{}, first);
     if (size == 2) f(std::integral_constant<int, 2>{}, first);
     if (size == 3) f(std::integral_constant<int, 3>{}, first);
-    if (size == 4) f(std::integral_constant<int, QUERIES < 4 ? 3 : 4>{}, first);
+    if (size == 4) f(std::integral_constant < int, QUERIES<4 ? 3 : 4>{}, first);
   }
 }
 

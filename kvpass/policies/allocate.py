@@ -21,7 +21,8 @@ def uniform(scores: Sequence[Tensor], totals: Sequence[int], *, floor: float = 0
 def per_layer(scores: Sequence[Tensor], totals: Sequence[int], *, floor: float = 0.2) -> list[Tensor]:
     """Layers as in :func:`uniform`; inside a layer the heads compete (AdaKV, arXiv 2407.11550).
 
-    Each head first keeps its ``floor`` share of the even split; the remainder goes to the highest scores of the layer.
+    Each head first keeps its ``floor`` share of the even split; the remainder goes to the highest scores of
+    the layer.
     """
     even = uniform(scores, totals)
     return [_compete(score, quota, floor) for score, quota in zip(scores, even, strict=True)]
@@ -37,7 +38,7 @@ def over_model(scores: Sequence[Tensor], totals: Sequence[int], *, floor: float 
 
 
 def _compete(score: Tensor, even: Tensor, floor: float) -> Tensor:
-    """Redistribute ``even`` [B, R] over the rows of ``score`` [B, R, N]: pinned entries and the floor first."""
+    """Share out ``even`` [B, R] anew among the rows of ``score`` [B, R, N]: pinned and floor first."""
     batch, rows, slots = score.shape
     pinned = score.isposinf().sum(-1)
     least = torch.maximum(pinned, (even * floor).long())

@@ -18,9 +18,10 @@ from kvpass.policies.allocate import ALLOCATORS
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """Selection (:meth:`score`), allocation (:meth:`allocate`) and representation (:meth:`represent`) of entries.
+    """Selection (:meth:`score`), allocation (:meth:`allocate`) and representation (:meth:`represent`).
 
-    A batch is treated sequence by sequence: each keeps what it would keep alone. Ties go to the earlier entry.
+    A batch is treated sequence by sequence: each keeps what it would keep alone. Ties go to the earlier
+    entry.
     """
 
     window: int = 32  # last prompt tokens: their queries judge, their entries stay exact
@@ -41,7 +42,7 @@ class Policy(ABC):
             raise ValueError(f"floor must be in [0, 1], got {self.floor}")
 
     def observe(self, length: int) -> int | Tensor:
-        """Which queries of a prompt of ``length`` tokens to keep: the last so many, or int64 sorted positions."""
+        """Queries of a prompt of ``length`` tokens it wants to see: the last so many, or sorted positions."""
         return self.window
 
     @abstractmethod
@@ -49,15 +50,15 @@ class Policy(ABC):
         """[B, Hkv, N] fp32, the higher stays; +inf for sinks and the recent window, -inf for unused slots."""
 
     def allocate(self, scores: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-        """Entries per row, [B, Hkv] int64 for each layer; sequence b sums to ``min(totals[b], its entries)``."""
+        """Entries per row, [B, Hkv] int64 a layer; sequence b sums to ``min(totals[b], its entries)``."""
         return ALLOCATORS[self.allocator](scores, totals, floor=self.floor)
 
     def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
-        """What is stored for ``keep`` [B, Hkv, N] bool: the kept entries, ordered, padded to the longest row."""
+        """What is stored for ``keep`` [B, Hkv, N] bool: kept entries by position, padded."""
         return entries.take(*compact(keep))
 
     def pinned(self, entries: Entries) -> Tensor:
-        """[B, Hkv, N] bool: the first ``sinks`` entries of each row and those in its last ``window`` positions."""
+        """[B, Hkv, N] bool: the first ``sinks`` entries of each row and its last ``window`` positions."""
         valid = entries.valid
         order = valid.cumsum(-1)
         last = entries.pos.masked_fill(~valid, -1).amax(-1, keepdim=True)
@@ -71,13 +72,12 @@ class Policy(ABC):
     def select(self, score: Tensor, quota: Tensor) -> Tensor:
         """[B, Hkv, N] bool: the ``quota`` [B, Hkv] best entries of each row.
 
-        Where a quota does not hold sinks and window, the window shrinks first, from its old end down to the newest
-        token; then the sinks go, latest first.
+        Where a quota does not hold sinks and window, the window shrinks first, from its old end down to the
+        newest token; then the sinks go, latest first.
         """
         order = score.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(
-            -1, order, torch.arange(order.shape[-1]).expand_as(order).contiguous()
-        )
+        place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+        rank = torch.empty_like(order).scatter_(-1, order, place)
         forced = score.isposinf()
         count = forced.sum(-1, keepdim=True)
         newest = rank == count - 1
@@ -94,8 +94,8 @@ class Policy(ABC):
         """Compress the layers of one model together, yielding them in order as they are done.
 
         Args:
-            layers: entries and observed queries of each compressible layer. Indexed, so a sequence that releases a
-                layer once it has been yielded keeps memory flat.
+            layers: entries and observed queries of each compressible layer. Indexed, so a sequence that
+                releases a layer once it has been yielded keeps memory flat.
             budget: what may be kept over all rows of a sequence.
             lengths: tokens of each sequence, which a fractional budget refers to.
         """

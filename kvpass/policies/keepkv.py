@@ -20,17 +20,18 @@ from kvpass.policies.snapkv import SnapKV
 class KeepKV(Policy):
     """A selector's choice, plus votes for the dropped entries that resemble a kept one.
 
-    Sinks and the recent window neither receive nor become members. Dropped entries below ``threshold`` are lost.
-    A given ``selector`` brings its own window, sinks and allocator; those of this policy must be left alone then.
-    Without one, keys are chosen by the queries that also weigh the members: :class:`Reference`, or :class:`SnapKV`
-    when ``references`` is 0. Choosing, weighing, voting and fitting by the same queries is what makes merging pay.
+    Sinks and the recent window neither receive nor become members. Dropped entries below ``threshold`` are
+    lost. A given ``selector`` brings its own window, sinks and allocator; those of this policy must be left
+    alone then. Without one, keys are chosen by the queries that also weigh the members: :class:`Reference`,
+    or :class:`SnapKV` when ``references`` is 0. Choosing, weighing, voting and fitting by the same queries
+    is what makes merging pay.
     """
 
+    window: int = 16  # where a row keeps some fifty entries, 32 exact ones leave the others too little room
     selector: Policy | None = None
     key_mode: KeyMode = "convex"
-    threshold: float = (
-        0.5  # cosine of stored keys; the paper uses 0.8, which leaves most dropped entries unmerged
-    )
+    # Least cosine of stored keys. The paper's 0.8 leaves most dropped entries unmerged.
+    threshold: float = 0.5
     max_votes: int = 64
     excess: float = 2.0  # nats a log-vote may exceed ln(tokens) by
     references: int = 400  # queries spread over the prompt that weigh members; 0: the window's, causally
@@ -42,12 +43,12 @@ class KeepKV(Policy):
     def __post_init__(self) -> None:
         chosen = self.selector
         if chosen is None:
-            common = dict(window=self.window, sinks=self.sinks, allocator=self.allocator, floor=self.floor)
+            common = {f: getattr(self, f) for f in ("window", "sinks", "allocator", "floor")}
             chosen = Reference(**common, references=self.references) if self.references else SnapKV(**common)
             object.__setattr__(self, "selector", chosen)
         else:
             for field in ("window", "sinks"):
-                own, default = getattr(self, field), getattr(Policy, field)
+                own, default = getattr(self, field), getattr(KeepKV, field)
                 if own not in (default, getattr(chosen, field)):
                     raise ValueError(f"{field}={own} contradicts the selector's {getattr(chosen, field)}")
                 object.__setattr__(self, field, getattr(chosen, field))

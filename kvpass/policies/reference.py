@@ -1,4 +1,5 @@
-"""Keep what queries from all over the context attend to (Attention Matching, arXiv 2602.16284, key choice only)."""
+"""Keep what queries from all over the context attend to (key choice of Attention Matching, arXiv
+2602.16284)."""
 
 from __future__ import annotations
 
@@ -14,18 +15,24 @@ from kvpass.policies.base import Policy
 
 
 def spread(length: int, references: int, window: int) -> Tensor:
-    """int64 positions, sorted and unique: ``references`` spread evenly over the prompt and its last ``window``."""
+    """Sorted unique int64 positions: ``references`` spread evenly over the prompt, and its last
+    ``window``."""
     even = torch.linspace(0, length - 1, min(references, length), dtype=torch.float64).round().long()
     return torch.cat([even, torch.arange(max(0, length - window), length)]).unique()
 
 
 @dataclass(frozen=True)
 class Reference(Policy):
-    """Root mean square softmax weight over reference queries, each of which scores every entry of the prompt."""
+    """Root mean square softmax weight over reference queries, each of which scores every entry."""
 
     references: int = 400
 
     name: ClassVar[str] = "reference"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.references < 1:
+            raise ValueError(f"references must be >= 1, got {self.references}")
 
     def observe(self, length: int) -> Tensor:
         return spread(length, self.references, self.window)

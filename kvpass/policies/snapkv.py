@@ -17,7 +17,8 @@ from kvpass.policies.base import Policy
 class SnapKV(Policy):
     """Softmax mass of the last ``window`` queries, summed over the group's heads, max-pooled along the row.
 
-    Keeps ``sinks`` besides the window, which the paper leaves to the scores. ``allocator="layer"`` is Ada-SnapKV.
+    Keeps ``sinks`` besides the window, which the paper leaves to the scores. ``allocator="layer"`` is
+    Ada-SnapKV.
     """
 
     pool: int = 7  # width of the pooling, odd

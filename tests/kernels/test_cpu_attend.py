@@ -50,8 +50,8 @@ class Case:
 
 
 def make(
-    batch=2, kv_heads=2, group=3, tokens=1, key_dim=64, value_dim=None, lengths=(70, 1, 600, 33), slots=40, used=17,
-    model=torch.float32, storage=torch.float32, seed=0, **options,
+    batch=2, kv_heads=2, group=3, tokens=1, key_dim=64, value_dim=None, lengths=(70, 1, 600, 33),
+    slots=40, used=17, model=torch.float32, storage=torch.float32, seed=0, **options,
 ) -> Case:  # fmt: skip
     """A random case: rows of the given lengths with poisoned gaps, a tail whose unused slots are poisoned."""
     g = torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def make(
 
 
 def oracle(c: Case) -> Tensor:
-    """The operator in fp64, one head at a time; hidden entries are left out, not masked, as they may be NaN."""
+    """The operator in fp64, one head at a time; hidden slots are left out, not masked: they may be NaN."""
     batch, heads, tokens, _ = c.q.shape
     group = heads // c.k.shape[1]
     out = torch.zeros(batch, heads, tokens, c.v.shape[-1], dtype=torch.float64)
@@ -110,7 +110,9 @@ def oracle(c: Case) -> Tensor:
         for head in range(heads):
             h = head // group
             row = slice(int(c.row_start[b, h]), int(c.row_start[b, h] + c.row_len[b, h]))
-            keys = torch.cat([c.store_k[row].double(), torch.cat([c.tail_k[b, h].double(), c.k[b, h].double()])[some]])
+            keys = torch.cat(
+                [c.store_k[row].double(), torch.cat([c.tail_k[b, h].double(), c.k[b, h].double()])[some]]
+            )
             values = torch.cat(
                 [c.store_v[row].double(), torch.cat([c.tail_v[b, h].double(), c.v[b, h].double()])[some]]
             )
@@ -249,7 +251,9 @@ def test_integer_votes_equal_repeated_entries():
 def test_order_of_entries_is_free():
     """Permuting the entries of a row changes nothing beyond rounding."""
     case = make()
-    moved = replace(case, store_k=case.store_k.clone(), store_v=case.store_v.clone(), log_votes=case.log_votes.clone())
+    moved = replace(
+        case, store_k=case.store_k.clone(), store_v=case.store_v.clone(), log_votes=case.log_votes.clone()
+    )
     start, n = int(case.row_start[1, 0]), int(case.row_len[1, 0])
     order = start + torch.randperm(n)
     for name in ("store_k", "store_v", "log_votes"):
@@ -264,7 +268,13 @@ def test_poison_is_not_read(poison):
     case.q_pos[0, 0] = -1
     clean = case.run()
     dirty_scratch = make(tokens=16, group=8, slots=100, lengths=(900, 900, 900, 900))
-    for t in (dirty_scratch.q, dirty_scratch.k, dirty_scratch.v, dirty_scratch.store_k, dirty_scratch.store_v):
+    for t in (
+        dirty_scratch.q,
+        dirty_scratch.k,
+        dirty_scratch.v,
+        dirty_scratch.store_k,
+        dirty_scratch.store_v,
+    ):
         t.fill_(poison)
     dirty_scratch.run()
     gone = case.store_k[:, 0].isnan()
@@ -277,10 +287,12 @@ def test_poison_is_not_read(poison):
 
 @pytest.mark.parametrize("tokens", [1, 5, 8, 20])
 def test_ring(tokens):
-    """A ring serves every query from the tokens it held before the call, then keeps the last of the new ones."""
+    """A ring serves every query from what it held before the call, then keeps the last new tokens."""
     slots, window = 8, 8
     case = make(tokens=tokens, slots=slots, used=slots, window=window)
-    positions = torch.arange(1003, 1003 + slots, dtype=torch.int32)  # slot of position p: (p - 1003 + 3) mod 8
+    positions = torch.arange(
+        1003, 1003 + slots, dtype=torch.int32
+    )  # slot of position p: (p - 1003 + 3) mod 8
     case.tail_pos[:] = positions.roll(3)
     case.q_pos[:] = torch.arange(1011, 1011 + tokens, dtype=torch.int32)
     case = replace(case, tail_at=torch.tensor([3]))
@@ -362,12 +374,19 @@ def test_decode_by_steps_equals_one_call():
     """Feeding tokens one by one gives what one call with all of them gives."""
     case = make(tokens=6, slots=40)
     whole, tail_k, _ = case.run_and_append()
-    step = replace(case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone(), tail_pos=case.tail_pos.clone())
+    step = replace(
+        case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone(), tail_pos=case.tail_pos.clone()
+    )
     for i in range(6):
         one = slice(i, i + 1)
         at = torch.tensor([17 + i])
         now = replace(
-            step, q=case.q[:, :, one], k=case.k[:, :, one], v=case.v[:, :, one], q_pos=case.q_pos[:, one], tail_at=at
+            step,
+            q=case.q[:, :, one],
+            k=case.k[:, :, one],
+            v=case.v[:, :, one],
+            q_pos=case.q_pos[:, one],
+            tail_at=at,
         )
         out = cpu.attend(*vars(now).values())
         torch.testing.assert_close(out, whole[:, :, one], rtol=1e-5, atol=1e-5)

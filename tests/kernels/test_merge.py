@@ -35,7 +35,9 @@ def random(seed, slots=12, dim=8, scale=2.0, dtype=torch.float64, batch=1, heads
 def observe(q, slots):
     """Queries [B, Hq, W, D], the last positions of ``slots``."""
     width = q.shape[2]
-    return Observation(q, torch.arange(slots - width, slots).expand(q.shape[0], -1).int(), q.shape[-1] ** -0.5)
+    return Observation(
+        q, torch.arange(slots - width, slots).expand(q.shape[0], -1).int(), q.shape[-1] ** -0.5
+    )
 
 
 def groups_of(assign, slots):
@@ -61,10 +63,13 @@ ASSIGN = {3: 1, 4: 1, 5: 1, 7: 6, 9: 8, 10: 8}
 @pytest.mark.parametrize("size", [0.5, 2.0, 6.0])
 @pytest.mark.parametrize("seed", range(4))
 def test_lossless_at_the_query(key_mode, size, seed):
-    """One query, one head: the merged cache returns the full cache's output for every key mode (Theorem 3)."""
+    """One query, one head: the merged cache gives the full cache's output in every key mode (Theorem 3)."""
     entries = random(seed)
     entries = Entries(entries.k, entries.v, entries.log_votes.double(), entries.tokens, entries.pos)
-    q = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(seed + 99), dtype=torch.float64) * size
+    q = (
+        torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(seed + 99), dtype=torch.float64)
+        * size
+    )
     seen = observe(q, 12)
     out = merge(entries, seen, *groups_of(ASSIGN, 12), key_mode=key_mode)
     full = attend(entries, q[0, 0], seen.scale)
@@ -78,7 +83,8 @@ def test_lossless_at_the_query(key_mode, size, seed):
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("key_mode", ADDITIVE)
 def test_storage_precision(dtype, bound, key_mode):
-    """In storage precision the error is that of rounding the value: the log-vote answers for the rounded key."""
+    """In storage precision the error is that of rounding the value: the log-vote answers for the rounded
+    key."""
     entries = random(5, dtype=dtype)
     q = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     seen = observe(q, 12)
@@ -86,8 +92,11 @@ def test_storage_precision(dtype, bound, key_mode):
     assert out.k.dtype == out.v.dtype == dtype and out.log_votes.dtype == torch.float32
     full = attend(entries, q[0, 0], seen.scale)
     assert (attend(out, q[0, 0], seen.scale) - full).norm() / full.norm() < bound
-    mass = lambda e: (seen.scale * e.k[0, 0].double() @ q[0, 0, 0].double() + e.log_votes[0, 0]).logsumexp(0)
-    assert abs(mass(out) - mass(entries)) < 1e-5
+    log_z = [
+        (seen.scale * e.k[0, 0].double() @ q[0, 0, 0].double() + e.log_votes[0, 0]).logsumexp(0)
+        for e in (out, entries)
+    ]
+    assert abs(log_z[0] - log_z[1]) < 1e-5
 
 
 def test_kl_identity_symbolically():
@@ -103,7 +112,7 @@ def test_kl_identity_symbolically():
 
 
 def test_lossless_symbolically():
-    """Theorem 3 and its generalisation: the logit lc * lbar with log-vote ln W - lc * lbar has mass W for every lc."""
+    """Theorem 3 generalised: logit lc * lbar with log-vote ln W - lc * lbar has mass W for every lc."""
     l1, l2, lc, z, v1, v2, rest = sympy.symbols("l1 l2 lc z v1 v2 rest", real=True)
     p1, p2 = sympy.symbols("p1 p2", positive=True)
     w1, w2 = p1 * sympy.exp(l1), p2 * sympy.exp(l2)
@@ -121,11 +130,11 @@ def test_lossless_symbolically():
 @given(st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
 def test_convex_log_vote_is_bounded(seed):
-    """With the mean key the log-vote lies between the smallest member's and ln P, and key and value in the hull."""
+    """The mean key's log-vote lies between the least member's and ln P; key and value lie in the hull."""
     entries = random(seed)
     q = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64) * 3
     out = merge(entries, observe(q, 12), *groups_of(ASSIGN, 12))
-    for slot, members in ((1, [1, 3, 4, 5]), (4, [6, 7]), (5, [8, 9, 10])):
+    for slot, members in ((1, [1, 3, 4, 5]), (3, [6, 7]), (4, [8, 9, 10])):
         votes = entries.log_votes[0, 0, members].double()
         assert votes.min() - 1e-5 <= out.log_votes[0, 0, slot] <= votes.logsumexp(0) + 1e-5
         for whole, part in ((entries.k, out.k), (entries.v, out.v)):
@@ -224,7 +233,7 @@ def shared_oracle(k, v, q, members, scale):
     a = [[math.exp(row[i]) / z for i in members] for row, z in zip(rows, mass, strict=True)]
     total = [sum(row) for row in a]
     norm = sum(t * t for t in total)
-    pi = [sum(t * t * row[i] / t for t, row in zip(total, a, strict=True)) / norm for i in range(len(members))]
+    pi = [sum(t * row[i] for t, row in zip(total, a, strict=True)) / norm for i in range(len(members))]
     key = sum(p * k[i] for p, i in zip(pi, members, strict=True))
     value = sum(p * v[i] for p, i in zip(pi, members, strict=True))
     w = [math.exp(scale * float(key @ x)) / z for x, z in zip(q, mass, strict=True)]
@@ -234,14 +243,14 @@ def shared_oracle(k, v, q, members, scale):
 
 @pytest.mark.parametrize("block", [13, 1 << 20])
 def test_shared_by_heads_and_queries(monkeypatch, block):
-    """GQA, several queries: weights, key, value and log-vote are the closed forms; no nearby value is better."""
+    """GQA, several queries: key, value and log-vote are the closed forms; no nearby value is better."""
     monkeypatch.setattr(score_module, "BLOCK", block)
     entries = random(11, votes=False)
     q = torch.randn(1, 3, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     seen = observe(q, 12)
     out = merge(entries, seen, *groups_of(ASSIGN, 12), causal=False)
     k, v, rows = entries.k[0, 0], entries.v[0, 0], q[0].reshape(-1, 8)
-    for slot, members in ((1, [1, 3, 4, 5]), (4, [6, 7]), (5, [8, 9, 10])):
+    for slot, members in ((1, [1, 3, 4, 5]), (3, [6, 7]), (4, [8, 9, 10])):
         key, value, vote, total, a = shared_oracle(k, v, rows, members, seen.scale)
         torch.testing.assert_close(out.k[0, 0, slot], key, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(out.v[0, 0, slot], value, rtol=1e-10, atol=1e-12)
@@ -264,7 +273,7 @@ def test_without_votes_mass_is_lost():
     q = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     seen = observe(q, 12)
     out = merge(entries, seen, *groups_of(ASSIGN, 12))
-    assert (out.log_votes[0, 0, [1, 4, 5]] > 0).all()
+    assert (out.log_votes[0, 0, [1, 3, 4]] > 0).all()
 
 
 @pytest.mark.parametrize("key_mode", KEY_MODES)
@@ -273,7 +282,10 @@ def test_untouched_entries_are_bitwise(key_mode):
     entries = random(6, dtype=torch.bfloat16)
     kept, used, groups = groups_of(ASSIGN, 12)
     q = torch.randn(1, 1, 2, 8, generator=torch.Generator().manual_seed(0))
-    out, plain_take = merge(entries, observe(q, 12), kept, used, groups, key_mode=key_mode), entries.take(kept, used)
+    out, plain_take = (
+        merge(entries, observe(q, 12), kept, used, groups, key_mode=key_mode),
+        entries.take(kept, used),
+    )
     alone = ~groups.merged
     for field in ("k", "v", "log_votes", "tokens", "pos"):
         assert torch.equal(getattr(out, field)[alone], getattr(plain_take, field)[alone])
@@ -291,7 +303,9 @@ def test_log_vote_limit():
 def test_without_queries_votes_weigh():
     """No usable query: members weigh by their votes and the votes add up."""
     entries = random(4)
-    seen = Observation(torch.randn(1, 1, 2, 8, dtype=torch.float64), torch.full((1, 2), -1, dtype=torch.int32), 1.0)
+    seen = Observation(
+        torch.randn(1, 1, 2, 8, dtype=torch.float64), torch.full((1, 2), -1, dtype=torch.int32), 1.0
+    )
     out = merge(entries, seen, *groups_of({2: 1}, 12))
     w = entries.tokens[0, 0, 1:3].double()
     torch.testing.assert_close(out.v[0, 0, 1], (w / w.sum()) @ entries.v[0, 0, 1:3], rtol=1e-6, atol=1e-7)
@@ -310,7 +324,8 @@ def greedy_groups(entries, b, h, kept, open_kept, dropped, threshold, max_votes)
     unit = torch.nn.functional.normalize(entries.k[b, h], dim=-1)
     joined = {c: [] for c in kept}
     for e in dropped:
-        best = max(((float(unit[e] @ unit[c]), -i) for i, c in enumerate(kept) if c in open_kept), default=(-9, 0))
+        options = [(float(unit[e] @ unit[c]), -i) for i, c in enumerate(kept) if c in open_kept]
+        best = max(options, default=(-9, 0))
         if best[0] >= threshold:
             joined[kept[-best[1]]].append((-best[0], e))
     result = {}
@@ -400,4 +415,4 @@ def test_value_fit_lowers_the_error():
             merge(entries, seen, *groups_of(assign, 40), causal=False, value_fit=fit) for fit in (False, True)
         )
     ]
-    assert error[1] < 0.7 * error[0]
+    assert error[1] < 0.8 * error[0]

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from kvpass.models import tiny
 from kvpass.models.gguf_llama import LlamaGGUF
 

@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+
 from kvpass.models import load, names, tiny_names
 
 

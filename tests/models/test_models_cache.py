@@ -2,6 +2,7 @@ import multiprocessing
 import time
 
 import pytest
+
 from kvpass.models.cache import cache_root, verified
 
 SOURCE = "a" * 64

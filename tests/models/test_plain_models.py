@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from kvpass.models.counterexamples import (
     COUNTEREXAMPLES,
     bidirectional,

@@ -2,6 +2,7 @@ import socket
 
 import pytest
 import torch
+
 from kvpass.models import load, smollm2
 
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from kvpass.models import tiny, tiny_names
 from kvpass.models.tiny import TINY
 
