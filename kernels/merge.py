@@ -17,6 +17,7 @@ lossless merge.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,12 +25,13 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import attention_blocks, grouped_queries, working_dtype
+from kvpass.kernels.score import Block, attention_blocks, compact, grouped_queries, working_dtype
 
 KeyMode = Literal["fixed", "convex", "zip", "zip_strict"]
 KEY_MODES: tuple[str, ...] = get_args(KeyMode)
 LAM = (0.8, 1.25)  # range in which the published key scale is left alone
 SIMILARITIES = 1 << 19  # cosine similarities alive at once
+FAINT = 1e-28  # a sum of A^2 below this has lost weights to underflow in fp32
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,27 @@ def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor)
         into C. A zero key has similarity 0.
     """
     batch, heads, slots, dim = keys.shape
-    rows, count, targets = batch * heads, from_index.shape[-1], to_index.shape[-1]
-    unit = torch.nn.functional.normalize(keys.to(working_dtype(keys)), dim=-1, eps=1e-6).reshape(
-        rows, slots, dim
-    )
+    rows, count = batch * heads, from_index.shape[-1]
+    place, used = compact(to_used)
+    targets = place.shape[-1]
+    unit = torch.nn.functional.normalize(keys.to(working_dtype(keys)), dim=-1, eps=1e-6)
+    unit = unit.reshape(rows, slots, dim)
     best = unit.new_full((rows, count), -torch.inf)
     index = torch.zeros(rows, count, dtype=torch.int64, device=keys.device)
     if targets == 0:
         return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
-    take = to_index.reshape(rows, targets, 1).expand(-1, -1, dim)
+    take = to_index.gather(-1, place).reshape(rows, targets, 1).expand(-1, -1, dim)
     to = unit.gather(1, take).transpose(1, 2)
-    barred = torch.zeros(rows, 1, targets, dtype=unit.dtype, device=keys.device)
-    barred.masked_fill_(~to_used.reshape(rows, 1, targets), -torch.inf)
+    barred = None  # rows of unequal length only
+    if not used.all():
+        barred = unit.new_zeros(rows, 1, targets).masked_fill_(~used.reshape(rows, 1, targets), -torch.inf)
     width = max(1, SIMILARITIES // (rows * targets))
     for start in range(0, count, width):
         part = slice(start, min(start + width, count))
         take = from_index.reshape(rows, count, 1)[:, part].expand(-1, -1, dim)
-        best[:, part], index[:, part] = torch.baddbmm(barred, unit.gather(1, take), to).max(-1)
+        cosine = torch.bmm(unit.gather(1, take), to)
+        best[:, part], index[:, part] = (cosine if barred is None else cosine.add_(barred)).max(-1)
+    index = place.reshape(rows, targets).gather(1, index)
     return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
 
 
@@ -97,35 +103,34 @@ def group_by_similarity(
             first (earlier entry first on a tie) and stops at the first that no longer fits.
     """
     batch, heads, slots = entries.tokens.shape
-    rows, most, _count = batch * heads, kept.shape[-1], dropped.shape[-1]
+    rows, most = batch * heads, kept.shape[-1]
     similarity, choice = nearest(entries.k, dropped, kept, kept_used & open_kept)
     joins = dropped_used & (similarity >= threshold) & similarity.isfinite()
-    choice = torch.where(joins, choice, most)  # those that join nobody form a last, ignored group
+    row = torch.arange(rows, device=kept.device).reshape(batch, heads, 1)
+    target, similarity = (choice + row * most)[joins], similarity[joins]
+    member = (dropped + row * slots)[joins]
+    size = entries.tokens.reshape(-1).long()
+    own = (kept + row * slots).reshape(-1)
+    room = max_votes - size.index_select(0, own)
+    asked = torch.zeros_like(room).index_add_(0, target, size.index_select(0, member))
 
-    order = similarity.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, choice.gather(-1, order).argsort(dim=-1, stable=True))
-    choice = choice.gather(-1, order)
-    source = dropped.gather(-1, order)
-    size = entries.tokens.long().gather(-1, source) * (choice < most)
-    kept_size = entries.tokens.long().gather(-1, kept) * kept_used
-    running = size.cumsum(-1)
-    within = torch.zeros(batch, heads, most + 1, dtype=torch.int64, device=size.device)
-    within.scatter_add_(-1, choice, size)
-    before = within.cumsum(-1) - within  # tokens sorted in front of the group's first candidate
-    grown = (
-        running - before.gather(-1, choice) + torch.nn.functional.pad(kept_size, (0, 1)).gather(-1, choice)
-    )
-    joins = (choice < most) & (grown <= max_votes)
+    # Only where a target is asked for more than it has room for, the order of its candidates matters.
+    crowded = (asked > room).index_select(0, target).nonzero().flatten()
+    crowded = crowded[similarity.index_select(0, crowded).argsort(descending=True, stable=True)]
+    crowded = crowded[target.index_select(0, crowded).argsort(stable=True)]
+    at = target.index_select(0, crowded)
+    wanted = size.index_select(0, member.index_select(0, crowded))
+    running = wanted.cumsum(0)
+    first = torch.searchsorted(at, at)  # the first candidate of the same target
+    running -= (running - wanted).index_select(0, first)
+    stays = torch.ones_like(target, dtype=torch.bool)
+    stays[crowded] = running <= room.index_select(0, at)
+    member, target = member[stays], target[stays]
 
-    merged = torch.zeros(batch, heads, most + 1, dtype=torch.bool, device=size.device)
-    merged = merged.scatter_(-1, torch.where(joins, choice, most), True)[..., :most]
-    row = torch.arange(rows, device=size.device).reshape(batch, heads, 1)
-    member = torch.cat([(kept + row * slots)[merged], (source + row * slots)[joins]])
-    target = torch.cat(
-        [(torch.arange(most, device=size.device) + row * most)[merged], (choice + row * most)[joins]]
-    )
-    target, order = target.sort(stable=True)
-    return Groups(member[order], target, merged)
+    merged = torch.zeros(rows * most, dtype=torch.bool, device=kept.device).index_fill_(0, target, True)
+    member = torch.cat([own[merged], member])
+    target, order = torch.cat([merged.nonzero().flatten(), target]).sort(stable=True)
+    return Groups(member[order], target, merged.reshape(batch, heads, most))
 
 
 def merge(
@@ -141,6 +146,7 @@ def merge(
     value_fit: bool = False,
     ridge: float = 1e-3,
     open_kept: Tensor | None = None,
+    blocks: Iterable[Block] | None = None,
 ) -> Entries:
     """The retained entries, each standing for its group.
 
@@ -160,6 +166,7 @@ def merge(
             query needs to be lossless for every key. ``zip_strict`` is never limited.
         value_fit: refit the values of entries marked in ``open_kept`` (see :func:`fit_values`).
         ridge: its regularisation, relative to the squared spectral norm.
+        blocks: the attention of ``seen`` over ``entries`` where it is already there.
     """
     if key_mode not in KEY_MODES:
         raise ValueError(f"key_mode must be one of {', '.join(KEY_MODES)}, got {key_mode!r}")
@@ -173,32 +180,25 @@ def merge(
         return out
     row = member // slots
 
-    # Group masses under every query, in logs relative to the group's own peak: a group that the softmax
-    # over all entries rounds to nothing still has weights.
-    peak = q.new_full((rows * most,), -torch.inf)
+    # Softmax mass A of every group under every query, and sum A^2 pi of every member.
     weight = q.new_zeros(member.shape)
-    log_mass = q.new_full((rows, most, q.shape[1]), -torch.inf)
+    mass = q.new_zeros(rows, most, q.shape[1])
     log_z = q.new_full((rows, q.shape[1]), torch.inf)
     full = q.new_zeros(rows, q.shape[1], entries.v.shape[-1]) if value_fit else None
     v = entries.v.to(dtype).reshape(rows, slots, -1)
-    for block in attention_blocks(entries, seen, causal=causal):
+    for block in attention_blocks(entries, seen, causal=causal) if blocks is None else blocks:
         log_z[:, block.at] = block.log_z
         if full is not None:
             full[:, block.at] = (block.mass.transpose(1, 2) @ v) / block.total.unsqueeze(-1)
         if not member.numel():
             continue
-        own = (
-            block.logits.reshape(rows * slots, -1)
-            .index_select(0, member)
-            .sub_(block.log_z.index_select(0, row))
-        )
-        here = peak.scatter_reduce(0, target, own.amax(1), "amax")
-        fade = torch.where(peak.isneginf(), 0, (peak - here).mul(2).exp())
-        peak, floor = here, here.masked_fill(here.isneginf(), 0)
-        own = own.sub_(floor.index_select(0, target).unsqueeze(1)).exp_()
-        mass = _segment_sum(own, target, rows * most)
-        weight = weight * fade.index_select(0, target) + (own * mass.index_select(0, target)).sum(1)
-        log_mass[:, :, block.at] = (mass.log() + floor.unsqueeze(1)).reshape(rows, most, -1)
+        own = block.mass.reshape(rows * slots, -1).index_select(0, member)
+        scale = block.total.reciprocal().unsqueeze(1)
+        group = _segment_sum(own, target, rows * most).reshape(rows, most, -1) * scale
+        mass[:, :, block.at] = group
+        group = (group * scale).reshape(rows * most, -1)
+        weight += own.mul_(group.index_select(0, target)).sum(1)
+    offset = q.new_zeros(rows * most)  # the masses of a group are exp(offset) times what is stored
 
     k = out.k.to(dtype).reshape(rows, most, dim)
     value = out.v.to(dtype).reshape(rows, most, -1)
@@ -209,6 +209,12 @@ def merge(
         members_votes = entries.log_votes.to(dtype).reshape(-1).index_select(0, member)
         log_p = _segment_logsumexp(members_votes, target, rows * most)
         total = _segment_sum(weight, target, rows * most)
+        faint = (total < FAINT).index_select(0, target)
+        if faint.any():
+            group, offset[group], mass.view(rows * most, -1)[group], weight[faint] = _faint(
+                entries, q, q_pos, log_z, member[faint], target[faint], causal=causal
+            )
+            total = _segment_sum(weight, target, rows * most)
         by_votes = (members_votes - log_p.index_select(0, target)).exp()
         share = total.index_select(0, target)
         weight = torch.where(share > 0, weight / share, by_votes).unsqueeze(1)
@@ -224,6 +230,7 @@ def merge(
         if key_mode != "fixed":
             scaled = mean
             if key_mode.startswith("zip"):
+                log_mass = mass.log() + offset.reshape(rows, most, 1)
                 lam = _zip_scale(mean, q, log_mass, log_z, log_p.reshape(rows, most))
                 if key_mode == "zip":
                     lam = lam.clamp(*LAM)
@@ -243,8 +250,11 @@ def merge(
         if key_mode == "zip_strict":
             vote = log_p.reshape(rows, most)
         else:
-            unit = logits - log_z.unsqueeze(1)
-            vote = (unit + log_mass).logsumexp(-1) - (2 * unit).logsumexp(-1)
+            unit = logits - log_z.unsqueeze(1)  # mass of the merged key at log-vote 0, relative to its peak
+            peak = unit.amax(-1, keepdim=True)
+            unit = unit.sub_(peak.masked_fill(peak.isneginf(), 0)).exp_()
+            vote = torch.linalg.vecdot(unit, mass).log() - torch.linalg.vecdot(unit, unit).log()
+            vote += offset.reshape(rows, most) - peak.squeeze(-1)
             vote = torch.where(vote.isfinite(), vote, log_p.reshape(rows, most))
             if excess != float("inf"):
                 most_votes = tokens.reshape(rows, most).to(dtype).log() + excess
@@ -305,6 +315,39 @@ def fit_values(
     else:
         step = torch.bmm(x, torch.cholesky_solve(residual, factor))
     return torch.where(free.unsqueeze(-1), value + step, value)
+
+
+def _faint(
+    entries: Entries,
+    q: Tensor,
+    q_pos: Tensor,
+    log_z: Tensor,
+    member: Tensor,
+    target: Tensor,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Groups that the softmax over all entries rounds to nothing, in logs relative to their own peak.
+
+    Returns the groups' indices [F], the log [F] of their heaviest member's mass, their masses [F, R] relative to it,
+    and their members' weights up to a factor per group.
+    """
+    slots, dim = entries.k.shape[2:]
+    parts = []
+    row, count = (member // slots).unique_consecutive(return_counts=True)
+    for one, index in zip(row.tolist(), member.split(count.tolist()), strict=True):
+        k = entries.k.reshape(-1, dim).index_select(0, index).to(q.dtype)
+        own = k @ q[one].T + entries.log_votes.reshape(-1, 1).index_select(0, index) - log_z[one]
+        if causal:
+            own.masked_fill_(entries.pos.reshape(-1, 1).index_select(0, index) > q_pos[one], -torch.inf)
+        parts.append(own)
+    own = torch.cat(parts)
+    group, target = target.unique_consecutive(return_inverse=True)
+    peak = own.new_full((len(group),), -torch.inf).scatter_reduce(0, target, own.amax(1), "amax")
+    peak = peak.masked_fill(peak.isneginf(), 0)
+    own = own.sub_(peak.index_select(0, target).unsqueeze(1)).exp_()
+    mass = _segment_sum(own, target, len(group))
+    return group, peak, mass, own.mul_(mass.index_select(0, target)).sum(1)
 
 
 def _segment_sum(x: Tensor, target: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ fp64 stays fp64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvpass.kernels.entries import Entries, Observation
 
 BLOCK = 1 << 20  # logits alive at once: what the second-level cache holds is several times faster
+LANES = 16  # blocks are a multiple of this many queries wide, where reductions over entries vectorise
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -46,6 +47,20 @@ def recent_queries(seen: Observation, window: int) -> Observation:
     return Observation(q=q, q_pos=torch.where(pos > last - window, pos, -1), scale=seen.scale)
 
 
+def one_head_each(seen: Observation, kv_heads: int) -> Observation:
+    """One query a position and KV head: a sequence's used slots go round the heads of the group in turn.
+
+    The result has one query head per KV head. Neighbouring positions ask much the same, so this spends a
+    group's worth of rows on as many positions instead.
+    """
+    batch, heads, width, dim = seen.q.shape
+    group = heads // kv_heads
+    turn = ((seen.q_pos >= 0).cumsum(-1) - 1).clamp(min=0) % group
+    q = seen.q.reshape(batch, kv_heads, group, width, dim)
+    turn = turn[:, None, None, :, None].expand(-1, kv_heads, 1, -1, dim)
+    return Observation(q.gather(2, turn).squeeze(2), seen.q_pos, seen.scale)
+
+
 def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Queries of each KV head's group side by side.
 
@@ -67,8 +82,7 @@ class Block:
     """
 
     at: slice  # which of the grouped queries
-    logits: Tensor  # [B*Hkv, N, r] scale * q . k + log-votes, -inf where invisible
-    mass: Tensor  # [B*Hkv, N, r] exponentials, relative to the query's largest logit
+    mass: Tensor  # [B*Hkv, N, r] exponentials of scale * q . k + log-vote, over the query's largest; 0: invisible
     total: Tensor  # [B*Hkv, r] their sum over N; 1 for a query without mass
     log_z: Tensor  # [B*Hkv, r] log of the softmax denominator; +inf for a query without mass
 
@@ -83,51 +97,62 @@ def attention_blocks(entries: Entries, seen: Observation, *, causal: bool) -> It
     rows = batch * kv_heads
     k = entries.k.to(dtype).reshape(rows, slots, dim)
     votes = entries.log_votes.to(dtype).reshape(rows, slots, 1)
+    voted = bool(votes.any())
     pos = entries.pos.reshape(rows, slots, 1)
     q, q_pos = grouped_queries(seen, kv_heads, dtype)
     width = max(1, BLOCK // max(1, rows * slots))
+    width = width // LANES * LANES or width
     for start in range(0, q.shape[1], width):
         at = slice(start, min(start + width, q.shape[1]))
-        logits = torch.baddbmm(votes, k, q[:, at].transpose(1, 2))
+        turned = q[:, at].transpose(1, 2)
+        mass = torch.baddbmm(votes, k, turned) if voted else torch.bmm(k, turned)
         if causal:
-            logits.masked_fill_(pos > q_pos[:, None, at], -torch.inf)
-        peak = logits.amax(1, keepdim=True)
+            mass.masked_fill_(pos > q_pos[:, None, at], -torch.inf)
+        peak = mass.amax(1, keepdim=True)
         blind = peak.isneginf() | (q_pos[:, None, at] < 0)
-        mass = (logits - peak.masked_fill(blind, torch.inf)).exp_()
+        mass = mass.sub_(peak.masked_fill(blind, torch.inf)).exp_()
         total = mass.sum(1, keepdim=True)
         log_z = (peak + total.log()).masked_fill(blind, torch.inf)
-        yield Block(at, logits, mass, total.masked_fill(blind, 1).squeeze(1), log_z.squeeze(1))
+        yield Block(at, mass, total.masked_fill(blind, 1).squeeze(1), log_z.squeeze(1))
 
 
 def attention_mass(
-    entries: Entries, seen: Observation, *, causal: bool = True, per_head: bool = False
+    entries: Entries,
+    seen: Observation,
+    *,
+    causal: bool = True,
+    per_head: bool = False,
+    blocks: Iterable[Block] | None = None,
 ) -> Tensor:
     """Softmax weight each entry receives, summed over the observed queries.
 
     Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for
-    fp64 keys). Unused entries receive 0.
+    fp64 keys). Unused entries receive 0. ``blocks`` are the attention of these queries where it is already
+    there.
     """
     batch, kv_heads, slots, _ = entries.k.shape
     group = seen.q.shape[1] // kv_heads
     width = seen.q.shape[2]
     mass = entries.k.new_zeros(batch * kv_heads, slots, group, dtype=working_dtype(entries.k))
     head = torch.eye(group, dtype=mass.dtype, device=mass.device).repeat_interleave(width, 0)
-    for block in attention_blocks(entries, seen, causal=causal):
+    for block in attention_blocks(entries, seen, causal=causal) if blocks is None else blocks:
         mass.baddbmm_(block.mass, head[block.at] / block.total.unsqueeze(-1))
     mass = mass.reshape(batch, kv_heads, slots, group).transpose(2, 3)
     return mass if per_head else mass.sum(2)
 
 
-def attention_rms(entries: Entries, seen: Observation, *, causal: bool = False) -> Tensor:
+def attention_rms(
+    entries: Entries, seen: Observation, *, causal: bool = False, blocks: Iterable[Block] | None = None
+) -> Tensor:
     """[B, Hkv, N]: root mean square softmax weight of each entry over the group's observed queries.
 
     The key score of Attention Matching (arXiv 2602.16284), "highest attention keys". Unused queries do not
-    count.
+    count. ``blocks`` are the attention of these queries where it is already there.
     """
     batch, kv_heads, slots, _ = entries.k.shape
     total = entries.k.new_zeros(batch * kv_heads, slots, 1, dtype=working_dtype(entries.k))
-    for block in attention_blocks(entries, seen, causal=causal):
-        total.baddbmm_(block.mass.square_(), block.total.square().reciprocal().unsqueeze(-1))
+    for block in attention_blocks(entries, seen, causal=causal) if blocks is None else blocks:
+        total.baddbmm_(block.mass.square(), block.total.square().reciprocal().unsqueeze(-1))
     group = seen.q.shape[1] // kv_heads
     count = (seen.q_pos >= 0).sum(-1).mul(group).clamp(min=1)
     return (total.reshape(batch, kv_heads, slots) / count[:, None, None]).sqrt()

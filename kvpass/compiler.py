@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,8 +16,8 @@ from kvpass import policies
 from kvpass.binding import Handle, bind
 from kvpass.budget import Budget
 from kvpass.compression import Compress
-from kvpass.lowering import BACKENDS
-from kvpass.passes.capture import capture, evaluating
+from kvpass.lowering import BACKENDS, Lowering
+from kvpass.passes.capture import capture, check_decoder, evaluating
 from kvpass.passes.classify import classify
 from kvpass.passes.clean import clean
 from kvpass.passes.find import find
@@ -24,7 +26,7 @@ from kvpass.passes.locality import check_locality
 from kvpass.passes.normalize import normalize
 from kvpass.passes.plan import plan
 from kvpass.passes.rewrite import rewrite
-from kvpass.passes.spec import Captured, LayerSpec, Plan, Program, UnsupportedModelError
+from kvpass.passes.spec import Captured, Plan, Program, UnsupportedModelError
 from kvpass.passes.verify import compare
 from kvpass.report import Report
 from kvpass.runtime import Runtime
@@ -67,23 +69,65 @@ def compile(
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     model = _original(model)
+    checked = _checked(model)
+    prefill = insert_hooks(checked.step, Compress(checked.step.layers, chosen, budget))
+    _dump(7, "hooks", prefill)
+    lower = Lowering(checked.step, BACKENDS[backend], checked.lowered.setdefault(backend, {}))
+    return bind(model, _runtime(model, checked.plan, prefill, checked.step, chosen, lower), Report.of(checked.plan))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A model that was analysed, rewritten and validated; every budget and policy over it shares this."""
+
+    fingerprint: tuple
+    plan: Plan
+    step: Program
+    lowered: dict[str, dict[int, Callable]]  # backend -> batch -> callable
+
+
+_CHECKED: weakref.WeakKeyDictionary[nn.Module, Checked] = weakref.WeakKeyDictionary()
+
+
+def _checked(model: nn.Module) -> Checked:
+    """The validated step program of ``model``, made once as long as its weights and settings stay the same objects."""
+    check_decoder(model)
+    fingerprint = _fingerprint(model)
+    known = _CHECKED.get(model)
+    if known is not None and known.fingerprint == fingerprint:
+        return known
     found = _analyse(model)
     if found.refusals:
         raise UnsupportedModelError(found.refusals)
     step = _dump(6, "rewrite", clean(rewrite(found)))
-    takes_keep = bool(found.captured.placeholder("keep").users)
-    dtype = next(model.parameters()).dtype
-
-    def runtime(policy: policies.Policy, budget: Budget, lower: Callable) -> Runtime:
-        prefill = insert_hooks(step, Compress(step.layers, policy, budget))
-        return Runtime(step.layers, prefill, step, policy, lower, dtype, takes_keep)
-
-    exact = runtime(policies.get("streaming"), Budget.parse(1.0), BACKENDS["eager"])
+    policy, budget = policies.get("streaming"), Budget.parse(1.0)
+    prefill = insert_hooks(step, Compress(step.layers, policy, budget))
+    exact = _runtime(model, found, prefill, step, policy, Lowering(step, BACKENDS["eager"], {}))
     with evaluating(model):
         compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
-    made = runtime(chosen, budget, BACKENDS[backend])
-    _dump(7, "hooks", made.prefill)
-    return bind(model, made, Report.of(found))
+    _CHECKED[model] = made = Checked(fingerprint, found, step, {})
+    return made
+
+
+def _fingerprint(model: nn.Module) -> tuple:
+    config = getattr(model, "config", None)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return (
+        getattr(config, "_attn_implementation", None),
+        tuple((name, id(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)) for name, tensor in tensors),
+    )
+
+
+def _runtime(model, plan: Plan, prefill: Program, step: Program, policy, lower: Lowering) -> Runtime:
+    return Runtime(
+        layers=step.layers,
+        prefill=prefill,
+        step=step,
+        policy=policy,
+        lower=lower,
+        dtype=next(model.parameters()).dtype,
+        takes_keep=bool(plan.captured.placeholder("keep").users),
+    )
 
 
 def _original(model: nn.Module) -> nn.Module:
@@ -140,5 +184,3 @@ def _split(runtime: Runtime, ids: torch.Tensor, padding: torch.Tensor, steps: in
     ]
     return torch.cat([first, *rest], 1)
 
-
-__all__ = ["LayerSpec", "compile", "explain"]

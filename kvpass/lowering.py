@@ -48,6 +48,20 @@ class Lowered:
         return values[self.result]
 
 
+@dataclass(frozen=True)
+class Lowering:
+    """The step program for one token, lowered on first use for each batch size."""
+
+    program: Program
+    backend: Callable[[Program, int], Callable]
+    done: dict[int, Callable]
+
+    def __call__(self, batch: int) -> Callable:
+        if batch not in self.done:
+            self.done[batch] = self.backend(self.program, batch)
+        return self.done[batch]
+
+
 def eager(program: Program, batch: int) -> Callable:
     """The graph as it is."""
     return program.module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,10 +23,9 @@ class Runtime:
     prefill: Program  # ends in a compression
     step: Program  # appends and attends, nothing else
     policy: Policy
-    lower: Callable[[Program, int], Callable]  # (program, batch) -> callable for one token
+    lower: Callable[[int], Callable]  # batch -> the step program for one token
     dtype: torch.dtype
     takes_keep: bool
-    lowered: dict[int, Callable] = field(default_factory=dict)
 
     def new_cache(self) -> RaggedCache:
         """An empty cache for this model."""
@@ -67,7 +66,7 @@ class Runtime:
             cache.times = Times(prefill=time.perf_counter() - started - spent, compress=spent)
         else:
             keys, values = _working_tails(cache, length)
-            program = self._one_token(batch) if one_more else self.step.module
+            program = self.lower(batch) if one_more else self.step.module
             logits = program(*inputs, *_state(cache, keys, values))
             cache.keys, cache.values = keys, values
             cache.commit(q_pos)
@@ -85,11 +84,6 @@ class Runtime:
         )
         cache.keys, cache.values = keys, values
         return logits, stores, spent
-
-    def _one_token(self, batch: int) -> Callable:
-        if batch not in self.lowered:
-            self.lowered[batch] = self.lower(self.step, batch)
-        return self.lowered[batch]
 
 
 def _positions(cache: RaggedCache, padding: Tensor | None, batch: int, length: int) -> Tensor:

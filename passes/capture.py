@@ -7,12 +7,13 @@ prompt or one token once each attention owns its keys and values.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.export import Dim, export
+from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 
 from kvpass.passes.spec import Captured, Refusal, UnsupportedModelError
@@ -45,7 +46,13 @@ def _refuse(reason: str, hint: str = "") -> UnsupportedModelError:
     return UnsupportedModelError((Refusal(reason=reason, hint=hint),))
 
 
-def _check_decoder(model: nn.Module) -> inspect.Signature:
+def check_decoder(model: nn.Module) -> inspect.Signature:
+    """The signature of a decoder's forward.
+
+    Raises:
+        TypeError: not a module.
+        UnsupportedModelError: an encoder-decoder, or a module that takes no input_ids.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module that decodes text, got {type(model).__name__}")
     config = getattr(model, "config", None)
@@ -57,10 +64,6 @@ def _check_decoder(model: nn.Module) -> inspect.Signature:
     if not any(parameter.ndim >= 2 for parameter in model.parameters()):
         raise _refuse("is not a decoder: it has no weights")
     return signature
-
-
-def _accepts(signature: inspect.Signature, name: str) -> bool:
-    return name in signature.parameters
 
 
 @contextmanager
@@ -82,27 +85,37 @@ def capture(model: nn.Module) -> Captured:
     Raises:
         UnsupportedModelError: not a decoder, or torch.export cannot trace it; the message has export's own reason.
     """
-    signature = _check_decoder(model)
-    wrapper = _Cacheless(model, _accepts(signature, "position_ids"), _accepts(signature, "logits_to_keep"))
-    device = next(model.parameters()).device
-    ids = torch.ones(SAMPLE_BATCH, SAMPLE_LENGTH, dtype=torch.int64, device=device)
-    positions = torch.arange(SAMPLE_LENGTH, device=device).expand(SAMPLE_BATCH, -1).contiguous()
-    keep = torch.arange(SAMPLE_KEEP, device=device)
-    tokens = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
-    shapes = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "keep": {0: Dim.DYNAMIC}}
-    with evaluating(model):
-        try:
-            program = export(
-                wrapper, (ids, positions, torch.ones_like(ids), keep), dynamic_shapes=shapes, strict=False
-            ).run_decompositions({})
-        except Exception as error:
-            text = str(error).strip().splitlines() or [type(error).__name__]
-            raise _refuse(f"torch.export cannot trace it: {text[0].strip()}") from error
+    signature = check_decoder(model)
+    positions, keeps = ("position_ids" in signature.parameters, "logits_to_keep" in signature.parameters)
+    try:
+        program = _export(_Cacheless(model, positions, keeps))
+    except UnsupportedModelError:
+        if not keeps:
+            raise
+        program = _export(_Cacheless(model, positions, keep=False))  # it takes a number only, not columns
     module = program.module(**_unguarded(program))
     placeholders = {node.target: node for node in module.graph.nodes if node.op == "placeholder"}
     symbols = _symbols(placeholders)
     _redirect_lengths(module, placeholders)
     return Captured(module, tuple(placeholders), symbols)
+
+
+def _export(wrapper: _Cacheless) -> ExportedProgram:
+    device = next(wrapper.parameters()).device
+    ids = torch.ones(SAMPLE_BATCH, SAMPLE_LENGTH, dtype=torch.int64, device=device)
+    positions = torch.arange(SAMPLE_LENGTH, device=device).expand(SAMPLE_BATCH, -1).contiguous()
+    keep = torch.arange(SAMPLE_KEEP, device=device)
+    tokens = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+    shapes = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "keep": {0: Dim.DYNAMIC}}
+    with evaluating(wrapper), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about torch's own internals
+        try:
+            return export(
+                wrapper, (ids, positions, torch.ones_like(ids), keep), dynamic_shapes=shapes, strict=False
+            ).run_decompositions({})
+        except Exception as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise _refuse(f"torch.export cannot trace it: {text[0].strip()}") from error
 
 
 def _unguarded(program) -> dict:

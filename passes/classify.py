@@ -68,7 +68,8 @@ def _classify(captured: Captured, site: Site) -> Mask:
         if logits.causal:
             return Mask()
         raise Unreadable(site.anchor, "the mask is bidirectional: no mask is applied")
-    numbers = _integers(captured, logits.masks)
+    roots = [term.node for term in logits.masks]
+    numbers = _integers(captured, roots)
     length = 3 * max((number for number in numbers), default=16) + 5
     points = torch.arange(length) if length <= DENSE_LENGTH else _points(length, numbers)
     hypotheses = list(masks.candidates(numbers))
@@ -83,11 +84,11 @@ def _classify(captured: Captured, site: Site) -> Mask:
         ]
         if not hypotheses:
             raise Unreadable(
-                logits.masks[-1], f"the mask is no known function of positions (with {case.name})"
+                roots[-1], f"the mask is no known function of positions (with {case.name})"
             )
     name, number = hypotheses[0]
     if name not in masks.SUPPORTED:
-        raise Unreadable(logits.masks[-1], f"the mask is {name}" + (f"({number})" if number else ""))
+        raise Unreadable(roots[-1], f"the mask is {name}" + (f"({number})" if number else ""))
     return masks.SUPPORTED[name](number)
 
 
@@ -146,10 +147,11 @@ def _cases(length: int) -> list[Case]:
 def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length: int) -> Tensor:
     """[B, P, P] bool: which sampled keys a sampled query sees, all heads agreeing."""
     seen = torch.ones(2, len(points), len(points), dtype=torch.bool)
-    for node in site.logits.masks:
+    for term in site.logits.masks:
+        node = term.node
         value = _evaluate_mask(captured, node, case, points, length)
         if value.dtype == torch.bool:
-            visible = value
+            visible = ~value if term.hides else value
         else:
             visible = value == 0
             if not bool((visible | (value <= HIDDEN)).all()):
@@ -174,10 +176,10 @@ def _evaluate_mask(captured: Captured, root: Node, case: Case, points: Tensor, l
     sizes = Sizes(batch=2, length=length)
     ids = captured.placeholder("input_ids")
     for node in backward_slice([root]):
-        if node is not ids and ids in node.all_input_nodes and not is_size(node):
-            raise Unreadable(node, "the mask depends on the tokens themselves")
         if node.op == "call_function" and node.target in (aten.embedding.default, aten.linear.default):
             raise Unreadable(node, "the mask depends on activations")
+        if node is not ids and ids in node.all_input_nodes and not is_size(node):
+            raise Unreadable(node, "the mask depends on the tokens themselves")
     feeds[ids] = torch.zeros(2, length, dtype=torch.int64)
     override = None if len(points) == length else _sampled(captured, points, sizes)
     try:

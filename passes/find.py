@@ -8,7 +8,7 @@ from torch.fx import Node
 from kvpass.passes import places
 from kvpass.passes.heads import HeadSource, find_source
 from kvpass.passes.readers import Unreadable, read
-from kvpass.passes.spec import Captured, Ignored, Logits, Plan, Refusal, Site
+from kvpass.passes.spec import Captured, Ignored, Logits, MaskTerm, Plan, Refusal, Site
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -73,7 +73,7 @@ def _sdpa_site(captured: Captured, node: Node) -> Site:
         keys=given["key"],
         keys_transposed=False,
         scale=float(scale),
-        masks=() if mask is None else (mask,),
+        masks=() if mask is None else (MaskTerm(mask),),
         causal=bool(given.get("is_causal", False)),
         steps=("matmul", "scale") + (("mask",) if mask is not None else ()),
     )

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from kvpass.passes.spec import Logits
+from kvpass.passes.spec import Logits, MaskTerm
 
 aten = torch.ops.aten
 
@@ -61,6 +61,10 @@ def _name(node: Node) -> str:
 
 def _step(logits: Logits, name: str, **changes) -> Logits:
     return dataclasses.replace(logits, steps=(*logits.steps, name), **changes)
+
+
+def _masked(logits: Logits, mask: Node, hides: bool = False) -> Logits:
+    return _step(logits, "mask", masks=(*logits.masks, MaskTerm(mask, hides)))
 
 
 def _number(value) -> float | None:
@@ -130,7 +134,7 @@ def _add(node: Node, read: Reader) -> Logits:
         if isinstance(inner, Node) and isinstance(mask, Node):
             try:
                 logits = read(inner)
-                return _step(logits, "mask", masks=(*logits.masks, mask))
+                return _masked(logits, mask)
             except Unreadable as failure:
                 failures.append(failure)
     if not failures:
@@ -143,8 +147,15 @@ def _where(node: Node, read: Reader) -> Logits:
     condition, inner, other = node.args
     if _lowest(other) is None:
         raise Unreadable(node, "replaces masked logits by something other than a very negative number")
-    logits = read(inner)
-    return _step(logits, "mask", masks=(*logits.masks, condition))
+    return _masked(read(inner), condition)
+
+
+@reads(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(node: Node, read: Reader) -> Logits:
+    inner, condition, value = node.args
+    if _lowest(value) is None:
+        raise Unreadable(node, "fills masked logits with something other than a very negative number")
+    return _masked(read(inner), condition, hides=True)
 
 
 @reads(aten._to_copy.default, aten.clone.default)

@@ -64,6 +64,14 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class MaskTerm:
+    """One mask applied to the logits: additive, or boolean."""
+
+    node: Node
+    hides: bool = False  # True where a key is hidden, as in masked_fill; else True where it may be seen
+
+
+@dataclass(frozen=True)
 class Logits:
     """The expression under a softmax, read backwards to its contraction over the head dimension."""
 
@@ -72,7 +80,7 @@ class Logits:
     keys_transposed: bool  # True: [B, H, D, S] as in matmul, False: [B, H, S, D] as in SDPA
     scale: float = 1.0
     softcap: float = 0.0
-    masks: tuple[Node, ...] = ()  # boolean "may see", or additive
+    masks: tuple[MaskTerm, ...] = ()
     sinks: Node | None = None
     causal: bool = False  # SDPA's is_causal flag
     steps: tuple[str, ...] = ()  # what was applied, first to last

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvpass.budget import Budget
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.merge import KEY_MODES, KeyMode, group_by_similarity, merge
-from kvpass.kernels.score import compact, recent_queries
+from kvpass.kernels.score import (
+    Block,
+    attention_blocks,
+    attention_mass,
+    attention_rms,
+    compact,
+    one_head_each,
+    recent_queries,
+)
 from kvpass.policies.base import Policy
 from kvpass.policies.reference import Reference, spread
 from kvpass.policies.snapkv import SnapKV
@@ -34,7 +44,11 @@ class KeepKV(Policy):
     threshold: float = 0.5
     max_votes: int = 64
     excess: float = 2.0  # nats a log-vote may exceed ln(tokens) by
-    references: int = 400  # queries spread over the prompt that weigh members; 0: the window's, causally
+    references: int = 200  # queries spread over the prompt that weigh members; 0: the window's, causally
+    round_robin: bool = True  # one query head of a group at each of these positions, in turn
+    # Dropped entries below this share of their row's mean mass are lost: no more than that share of the
+    # dropped mass, and most of the work.
+    negligible: float = 0.2
     value_fit: bool = True  # refit values to the full attention output of the same queries
     ridge: float = 1e-3
 
@@ -44,7 +58,10 @@ class KeepKV(Policy):
         chosen = self.selector
         if chosen is None:
             common = {f: getattr(self, f) for f in ("window", "sinks", "allocator", "floor")}
-            chosen = Reference(**common, references=self.references) if self.references else SnapKV(**common)
+            if self.references:
+                chosen = Reference(**common, references=self.references, round_robin=self.round_robin)
+            else:
+                chosen = SnapKV(**common)
             object.__setattr__(self, "selector", chosen)
         else:
             for field in ("window", "sinks"):
@@ -62,6 +79,8 @@ class KeepKV(Policy):
             raise ValueError(f"threshold is a cosine in [-1, 1], got {self.threshold}")
         if self.max_votes < 1 or self.references < 0 or self.ridge <= 0 or self.excess < 0:
             raise ValueError("max_votes must be >= 1, references >= 0, ridge > 0 and excess >= 0")
+        if not 0 <= self.negligible < 1:
+            raise ValueError(f"negligible is a share in [0, 1), got {self.negligible}")
 
     def observe(self, length: int) -> int | Tensor:
         if not self.references:
@@ -76,32 +95,76 @@ class KeepKV(Policy):
         return self.selector.score(entries, seen)
 
     def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
+        if not seen.q.shape[2]:
+            return entries.take(*compact(keep))
+        seen = self._weighing(entries, seen)
+        return self._merge(entries, seen, keep, list(attention_blocks(entries, seen, causal=self._causal)))
+
+    def compress(
+        self, layers: Sequence[tuple[Entries, Observation]], budget: Budget, lengths: Sequence[int]
+    ) -> Iterator[Entries]:
+        if self.allocator != "uniform" or self.selector != self._own_selector():
+            yield from super().compress(layers, budget, lengths)
+            return
+        # The queries that choose are those that weigh, and quotas depend on lengths alone: each layer's
+        # attention is computed once and serves both.
+        rows = sum(entries.k.shape[1] for entries, _ in layers)
+        blank = [torch.zeros_like(e.log_votes).masked_fill(~e.valid, -torch.inf) for e, _ in layers]
+        for i, quota in enumerate(self.allocate(blank, budget.total(lengths, rows))):
+            entries, seen = layers[i]
+            seen = self._weighing(entries, seen)
+            blocks = list(attention_blocks(entries, seen, causal=False))
+            score = self.pin(entries, attention_rms(entries, seen, blocks=blocks))
+            yield self._merge(entries, seen, self.select(score, quota), blocks)
+
+    @property
+    def _causal(self) -> bool:
+        return not self.references
+
+    def _own_selector(self) -> Reference | None:
+        """The selector whose queries and attention are the merge's own."""
+        if not self.references:
+            return None
+        common = {f: getattr(self, f) for f in ("window", "sinks", "allocator", "floor")}
+        return Reference(**common, references=self.references, round_robin=self.round_robin)
+
+    def _weighing(self, entries: Entries, seen: Observation) -> Observation:
+        """The queries that weigh members."""
+        if not self.references:
+            return recent_queries(seen, self.window)
+        return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
+
+    def _merge(self, entries: Entries, seen: Observation, keep: Tensor, blocks: list[Block]) -> Entries:
         kept, kept_used = compact(keep)
         middle = entries.valid & ~self.pinned(entries)
         open_kept = middle.gather(-1, kept) & kept_used
-        dropped, dropped_used = compact(middle & ~keep)
-        if not dropped.shape[-1] or not seen.q.shape[2]:
+        candidates = middle & ~keep
+        if not candidates.any():
             return entries.take(kept, kept_used)
+        if self.negligible:
+            mass = attention_mass(entries, seen, blocks=blocks)
+            mean = mass.masked_fill(~candidates, 0).sum(-1) / candidates.sum(-1).clamp(min=1)
+            candidates &= mass >= self.negligible * mean.unsqueeze(-1)
         groups = group_by_similarity(
             entries,
             kept,
             kept_used,
             open_kept,
-            dropped,
-            dropped_used,
+            *compact(candidates),
             threshold=self.threshold,
             max_votes=self.max_votes,
         )
         return merge(
             entries,
-            seen if self.references else recent_queries(seen, self.window),
+            seen,
             kept,
             kept_used,
             groups,
             key_mode=self.key_mode,
-            causal=not self.references,
+            causal=self._causal,
             excess=self.excess,
             value_fit=self.value_fit,
             ridge=self.ridge,
             open_kept=open_kept,
+            blocks=blocks,
         )

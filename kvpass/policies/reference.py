@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import attention_rms
+from kvpass.kernels.score import attention_rms, one_head_each
 from kvpass.policies.base import Policy
 
 
@@ -26,6 +26,7 @@ class Reference(Policy):
     """Root mean square softmax weight over reference queries, each of which scores every entry."""
 
     references: int = 400
+    round_robin: bool = False  # one query head of a group at each position, in turn, instead of all of them
 
     name: ClassVar[str] = "reference"
 
@@ -37,5 +38,9 @@ class Reference(Policy):
     def observe(self, length: int) -> Tensor:
         return spread(length, self.references, self.window)
 
+    def asking(self, entries: Entries, seen: Observation) -> Observation:
+        """The queries that score."""
+        return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
+
     def score(self, entries: Entries, seen: Observation) -> Tensor:
-        return self.pin(entries, attention_rms(entries, seen, causal=False))
+        return self.pin(entries, attention_rms(entries, self.asking(entries, seen), causal=False))

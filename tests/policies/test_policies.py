@@ -290,7 +290,7 @@ def test_allocators_meet_any_total(data):
 @pytest.mark.parametrize("key_mode", KEY_MODES)
 def test_votes_are_conserved(key_mode):
     """With every dropped entry merged, the rows stand for exactly the tokens of the prompt."""
-    policy = KeepKV(window=3, sinks=1, references=8, threshold=-1.0, key_mode=key_mode)
+    policy = KeepKV(window=3, sinks=1, references=8, threshold=-1.0, negligible=0.0, key_mode=key_mode)
     lengths = [30, 18]
     out = list(policy.compress(layers_of(policy, lengths), Budget.parse(0.4), lengths))
     for e in out:
@@ -312,7 +312,7 @@ def test_pinned_entries_stay_exact():
 
 def test_second_compression():
     """Entries that already carry votes are judged by them, merged again, and stay ordered."""
-    policy = KeepKV(window=4, sinks=2, references=9, threshold=-1.0)
+    policy = KeepKV(window=4, sinks=2, references=9, threshold=-1.0, negligible=0.0)
     layers = layers_of(policy, [40, 25])
     first = list(policy.compress(layers, Budget.parse(0.5), [40, 25]))
     again = [(e, seen) for e, (_, seen) in zip(first, layers, strict=True)]
