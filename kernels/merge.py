@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import Block, attention_blocks, compact, grouped_queries, working_dtype
+from kvpass.kernels.score import Block, attention_blocks, compact, exp_, grouped_queries, working_dtype
 
 KeyMode = Literal["fixed", "convex", "zip", "zip_strict"]
 KEY_MODES: tuple[str, ...] = get_args(KeyMode)
@@ -59,23 +59,28 @@ def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor)
     rows, count = batch * heads, from_index.shape[-1]
     place, used = compact(to_used)
     targets = place.shape[-1]
-    unit = torch.nn.functional.normalize(keys.to(working_dtype(keys)), dim=-1, eps=1e-6)
-    unit = unit.reshape(rows, slots, dim)
-    best = unit.new_full((rows, count), -torch.inf)
+    dtype, flat = working_dtype(keys), keys.reshape(-1, dim)
+    best = torch.full((rows, count), -torch.inf, dtype=dtype, device=keys.device)
     index = torch.zeros(rows, count, dtype=torch.int64, device=keys.device)
     if targets == 0:
         return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
-    take = to_index.gather(-1, place).reshape(rows, targets, 1).expand(-1, -1, dim)
-    to = unit.gather(1, take).transpose(1, 2)
+    first = torch.arange(0, rows * slots, slots, device=keys.device).unsqueeze(1)
+    to = flat.index_select(0, (to_index.gather(-1, place).reshape(rows, targets) + first).flatten())
+    to = torch.nn.functional.normalize(to.to(dtype), dim=-1, eps=1e-6)
+    to = to.reshape(rows, targets, dim).transpose(1, 2)
     barred = None  # rows of unequal length only
     if not used.all():
-        barred = unit.new_zeros(rows, 1, targets).masked_fill_(~used.reshape(rows, 1, targets), -torch.inf)
+        barred = to.new_zeros(rows, 1, targets).masked_fill_(~used.reshape(rows, 1, targets), -torch.inf)
+    source = from_index.reshape(rows, count) + first
     width = max(1, SIMILARITIES // (rows * targets))
     for start in range(0, count, width):
         part = slice(start, min(start + width, count))
-        take = from_index.reshape(rows, count, 1)[:, part].expand(-1, -1, dim)
-        cosine = torch.bmm(unit.gather(1, take), to)
-        best[:, part], index[:, part] = (cosine if barred is None else cosine.add_(barred)).max(-1)
+        own = flat.index_select(0, source[:, part].flatten()).to(dtype)
+        dots = torch.bmm(own.reshape(rows, -1, dim), to)
+        length = own.norm(dim=-1).clamp_(min=1e-6).reshape(rows, -1)
+        # The length of the key that asks does not change which target is best.
+        most, index[:, part] = (dots if barred is None else dots.add_(barred)).max(-1)
+        best[:, part] = most / length
     index = place.reshape(rows, targets).gather(1, index)
     return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
 
@@ -252,7 +257,7 @@ def merge(
         else:
             unit = logits - log_z.unsqueeze(1)  # mass of the merged key at log-vote 0, relative to its peak
             peak = unit.amax(-1, keepdim=True)
-            unit = unit.sub_(peak.masked_fill(peak.isneginf(), 0)).exp_()
+            unit = exp_(unit.sub_(peak.masked_fill(peak.isneginf(), 0)))
             vote = torch.linalg.vecdot(unit, mass).log() - torch.linalg.vecdot(unit, unit).log()
             vote += offset.reshape(rows, most) - peak.squeeze(-1)
             vote = torch.where(vote.isfinite(), vote, log_p.reshape(rows, most))
@@ -295,7 +300,7 @@ def fit_values(
     """
     peak = logits.amax(1, keepdim=True)
     blind = ~counts.unsqueeze(1) | peak.isneginf()
-    x = (logits - peak.masked_fill(blind, torch.inf)).exp_()
+    x = exp_(logits - peak.masked_fill(blind, torch.inf))
     x /= x.sum(1, keepdim=True).masked_fill(blind, 1)
     residual = full - torch.bmm(x.transpose(1, 2), value)
     residual.masked_fill_(blind.transpose(1, 2), 0)

@@ -24,6 +24,13 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def exp_(x: Tensor) -> Tensor:
+    """Exponentials of ``x`` <= 0 in place; in fp32 those whose square is subnormal, many times slower to
+    compute with, become 0."""
+    x.exp_()
+    return x if x.dtype == torch.float64 else torch.nn.functional.threshold_(x, 1e-18, 0.0)
+
+
 def compact(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Where ``mask`` [..., N] is set, in order: ``index`` int64 and ``used`` bool, [..., most set in a
     row]."""
@@ -110,32 +117,26 @@ def attention_blocks(entries: Entries, seen: Observation, *, causal: bool) -> It
             mass.masked_fill_(pos > q_pos[:, None, at], -torch.inf)
         peak = mass.amax(1, keepdim=True)
         blind = peak.isneginf() | (q_pos[:, None, at] < 0)
-        mass = mass.sub_(peak.masked_fill(blind, torch.inf)).exp_()
+        mass = exp_(mass.sub_(peak.masked_fill(blind, torch.inf)))
         total = mass.sum(1, keepdim=True)
         log_z = (peak + total.log()).masked_fill(blind, torch.inf)
         yield Block(at, mass, total.masked_fill(blind, 1).squeeze(1), log_z.squeeze(1))
 
 
 def attention_mass(
-    entries: Entries,
-    seen: Observation,
-    *,
-    causal: bool = True,
-    per_head: bool = False,
-    blocks: Iterable[Block] | None = None,
+    entries: Entries, seen: Observation, *, causal: bool = True, per_head: bool = False
 ) -> Tensor:
     """Softmax weight each entry receives, summed over the observed queries.
 
     Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for
-    fp64 keys). Unused entries receive 0. ``blocks`` are the attention of these queries where it is already
-    there.
+    fp64 keys). Unused entries receive 0.
     """
     batch, kv_heads, slots, _ = entries.k.shape
     group = seen.q.shape[1] // kv_heads
     width = seen.q.shape[2]
     mass = entries.k.new_zeros(batch * kv_heads, slots, group, dtype=working_dtype(entries.k))
     head = torch.eye(group, dtype=mass.dtype, device=mass.device).repeat_interleave(width, 0)
-    for block in attention_blocks(entries, seen, causal=causal) if blocks is None else blocks:
+    for block in attention_blocks(entries, seen, causal=causal):
         mass.baddbmm_(block.mass, head[block.at] / block.total.unsqueeze(-1))
     mass = mass.reshape(batch, kv_heads, slots, group).transpose(2, 3)
     return mass if per_head else mass.sum(2)
@@ -150,9 +151,11 @@ def attention_rms(
     count. ``blocks`` are the attention of these queries where it is already there.
     """
     batch, kv_heads, slots, _ = entries.k.shape
-    total = entries.k.new_zeros(batch * kv_heads, slots, 1, dtype=working_dtype(entries.k))
+    total = entries.k.new_zeros(batch * kv_heads, slots, dtype=working_dtype(entries.k))
     for block in attention_blocks(entries, seen, causal=causal) if blocks is None else blocks:
-        total.baddbmm_(block.mass.square(), block.total.square().reciprocal().unsqueeze(-1))
+        scale = block.total.square().reciprocal()
+        for row in range(batch * kv_heads):  # matrix times vector: batched, it is several times slower
+            total[row].addmv_(block.mass[row].square(), scale[row])
     group = seen.q.shape[1] // kv_heads
     count = (seen.q_pos >= 0).sum(-1).mul(group).clamp(min=1)
     return (total.reshape(batch, kv_heads, slots) / count[:, None, None]).sqrt()

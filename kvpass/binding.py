@@ -199,6 +199,14 @@ def _columns(logits_to_keep: int | Tensor, length: int, device) -> Tensor:
     return torch.arange(first, length, device=device)
 
 
+def _prompt_columns(args: tuple, kwargs: dict) -> int | None:
+    """Columns that the cache will have seen after the prompt, a cache's earlier ones included."""
+    mask = kwargs.get("attention_mask")
+    given = [args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids"), mask]
+    widths = [value.shape[1] for value in given if isinstance(value, Tensor) and value.ndim == 2]
+    return max(widths, default=None)
+
+
 def _generate(model, twin, handle: Handle):
     original = type(model).generate
 
@@ -215,10 +223,14 @@ def _generate(model, twin, handle: Handle):
             cache = _own_cache(handle, cache)
         if cache is not None:
             kwargs[versions.cache_field()] = cache
-        result = original(twin, *args, **kwargs)
-        if cache is not None:
-            handle.finish(cache)
-        return result
+            cache.prompt_end = _prompt_columns(args, kwargs)
+        try:
+            return original(twin, *args, **kwargs)
+        finally:
+            if cache is not None:
+                cache.prompt_end = None
+                cache.stop_recording()
+                handle.finish(cache)
 
     generate.__signature__ = inspect.signature(model.generate)
     return generate

@@ -16,6 +16,7 @@ from transformers import Cache
 from kvpass.kernels.layout import Store
 from kvpass.passes.spec import KVPassError, LayerSpec
 
+ROLLBACK_SLOTS = 64  # tokens that crop() can take back from a sliding layer while recording
 TAIL_SLOTS = (
     64  # smallest tail; later growth doubles, so appending copies each token a bounded number of times
 )
@@ -33,6 +34,16 @@ class Times:
     compress: float = 0.0
     decode: float = 0.0
     decoded: int = 0  # forwards after the last compression
+    chunked: bool = False  # the prompt's earlier chunks are counted, its last one is not yet
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Queries that a policy asked to see, from one chunk of a prompt."""
+
+    queries: list[Tensor]  # per layer [B, Hq, W, Dk]
+    pos: Tensor  # [B, W] int32, -1 = unused
+    real: Tensor  # [B] int64, tokens of the chunk
 
 
 @dataclass
@@ -73,7 +84,8 @@ class RaggedCache(Cache):
             0  # sliding layers: slots beyond the window, for padding inside a turn and for rollback
         )
         self.record_past = False
-        self.hold = False  # more chunks of the same prompt are coming: do not compress yet
+        self.prompt_end: int | None = None  # columns of the prompt that `generate` works on, while it does
+        self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
         self.times = Times()
         self.version = (
             0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
@@ -123,8 +135,21 @@ class RaggedCache(Cache):
     is_sliding = property(lambda self: [bool(layer.window) for layer in self.specs])
 
     def activate_past_recording(self) -> None:
-        """Announces that ``crop`` may follow: sliding layers keep more than their window, and nothing is compressed."""
-        self.record_past = True
+        """Announce that ``crop`` may follow: sliding layers keep some tokens behind their window, and plain calls do
+        not compress."""
+        if not self.record_past:
+            self.record_past = True
+            self.spare_slots += ROLLBACK_SLOTS
+
+    def stop_recording(self) -> None:
+        """Give up what only ``crop`` needs: sliding layers return to their window."""
+        if self.record_past:
+            self.record_past = False
+            self.spare_slots -= ROLLBACK_SLOTS
+            for tail in self.tails.values():
+                limit = tail.window + self.spare_slots
+                if tail.window and tail.capacity > limit:
+                    self._resize(tail, limit)
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
         return self.record_past
@@ -296,7 +321,7 @@ class RaggedCache(Cache):
     def fork(self) -> RaggedCache:
         """An independent continuation: the store's memory is shared, the tail is copied."""
         twin = copy.copy(self)
-        twin.stores, twin.times = list(self.stores), replace(self.times)
+        twin.stores, twin.times, twin.pending = list(self.stores), replace(self.times), list(self.pending)
         twin.keys = [key.clone() for key in self.keys]
         twin.values = [value.clone() for value in self.values]
         twin.tails = {

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from kvpass.budget import Budget
+from kvpass.cache import Observed
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.layout import Store, pack, unpack
 from kvpass.passes.spec import LayerSpec
 from kvpass.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a piece of a prompt stands: what was observed in earlier pieces, and whether more are coming."""
+
+    earlier: tuple[Observed, ...] = ()
+    more: bool = False
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Packed rows for every full-attention layer (None for the others), and the seconds it took."""
+
+    stores: list[Store | None]
+    seconds: float
 
 
 class Compress(nn.Module):
@@ -35,10 +53,15 @@ class Compress(nn.Module):
         q_pos: Tensor,  # [B, S] int32
         tails: list[list[Tensor]],  # per window: positions [B, T] before this call, first slot [1]
         state: list[list[Tensor]],  # per layer: store_k .. row_len, tail_k, tail_v, store_tokens, store_pos
-    ) -> tuple[list[Store | None], float]:
-        """Packed rows for every full-attention layer (None for the others), and the seconds it took."""
+        chunk: Chunk,
+    ) -> Compressed | Observed:
+        """The compressed rows, or only the observed queries when more of the prompt is coming."""
         started = time.perf_counter()
-        observed_pos = q_pos.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+        positions = q_pos.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
+        now = Observed(observed, positions, (q_pos >= 0).sum(-1))
+        if chunk.more:
+            return now
+        seen = _joined([*chunk.earlier, now])
         windows = list(dict.fromkeys(layer.window for layer in self.layers))
         stores: list[Store | None] = [None] * len(self.layers)
         chosen = [index for index, layer in enumerate(self.layers) if not layer.window]
@@ -50,14 +73,22 @@ class Compress(nn.Module):
             inputs = [
                 (
                     _entries(state[index], positions),
-                    Observation(observed[index], observed_pos, self.layers[index].scale),
+                    Observation(seen.queries[index], seen.pos, self.layers[index].scale),
                 )
                 for index in chosen
             ]
             lengths = (torch.maximum(q_pos.amax(-1), positions.amax(-1)).long() + 1).tolist()
             for index, kept in zip(chosen, self.policy.compress(inputs, self.budget, lengths), strict=True):
                 stores[index] = pack(kept)
-        return stores, time.perf_counter() - started
+        return Compressed(stores, time.perf_counter() - started)
+
+
+def _joined(parts: list[Observed]) -> Observed:
+    if len(parts) == 1:
+        return parts[0]
+    queries = [torch.cat(layer, 2) for layer in zip(*(part.queries for part in parts), strict=True)]
+    real = torch.stack([part.real for part in parts]).sum(0)
+    return Observed(queries, torch.cat([part.pos for part in parts], 1), real)
 
 
 def _entries(fields: list[Tensor], positions: Tensor) -> Entries:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.cache import CacheError, RaggedCache, Times
-from kvpass.kernels.layout import Store
+from kvpass.cache import CacheError, Observed, RaggedCache, Times
+from kvpass.compression import Chunk, Compressed
 from kvpass.passes.spec import LayerSpec, Program
 from kvpass.policies.base import Policy
 
@@ -47,43 +47,78 @@ class Runtime:
         batch, length = input_ids.shape
         if cache.seen is not None and cache.batch_size != batch:
             raise CacheError(f"the cache holds {cache.batch_size} sequences, the input has {batch}")
-        one_more = length == 1 and cache.columns > 0
-        compresses = not one_more and not cache.record_past and not cache.hold
-        like = torch.empty(0, dtype=self.dtype, device=input_ids.device)
-        if cache.columns and padding is not None and not bool(padding.all()):
-            cache.spare_slots += int((~padding).sum(-1).max())
-        cache.padded |= padding is not None and not bool(padding.all())
-        cache.prepare(batch, length, exact=compresses, like=like)
-        q_pos = _positions(cache, padding, batch, length)
         if position_ids is None:
             position_ids = (cache.columns + torch.arange(length, device=input_ids.device)).expand(batch, -1)
+        prompt = self._prompt_columns(cache, length)
+        if not 0 < prompt < length:
+            return self._piece(cache, input_ids, padding, position_ids, keep, compresses=prompt > 0)
+        # Drafted tokens came with the prompt: they are judged by the compressed cache, like every later token.
+        first, second = slice(None, prompt), slice(prompt, None)
+        parts = []
+        for part, offset, compresses in ((first, 0, True), (second, prompt, False)):
+            columns = keep[(keep < prompt) == compresses] - offset
+            logits = self._piece(
+                cache,
+                input_ids[:, part],
+                None if padding is None else padding[:, part],
+                position_ids[:, part],
+                columns if len(columns) else keep.new_zeros(1),
+                compresses,
+            )
+            parts.append(logits[:, : len(columns)])
+        return torch.cat(parts, 1)
+
+    def _prompt_columns(self, cache: RaggedCache, length: int) -> int:
+        """How many of the new columns belong to a prompt; the rest continue it."""
+        if cache.prompt_end is not None:
+            return min(length, max(0, cache.prompt_end - cache.columns))
+        return length if cache.columns == 0 or (length > 1 and not cache.record_past) else 0
+
+    def _piece(self, cache, input_ids, padding, position_ids, keep, compresses: bool) -> Tensor:
+        batch, length = input_ids.shape
+        like = torch.empty(0, dtype=self.dtype, device=input_ids.device)
+        if padding is not None and not bool(padding.all()):
+            cache.padded = True
+            if cache.columns:
+                cache.spare_slots += int((~padding).sum(-1).max())
+        cache.prepare(batch, length, exact=compresses, like=like)
+        q_pos = _positions(cache, padding, batch, length)
         started = time.perf_counter()
         inputs = [input_ids, position_ids, keep, q_pos, *_tail_inputs(cache)]
+        keys, values = _working_tails(cache, length)
+        state = _state(cache, keys, values)
+        result = None
         if compresses:
-            logits, stores, spent = self._prefill(cache, inputs)
-            cache.commit(q_pos)
-            cache.replace_stores(stores)
-            cache.times = Times(prefill=time.perf_counter() - started - spent, compress=spent)
+            logits, result = self._prefill(cache, inputs, state)
         else:
-            keys, values = _working_tails(cache, length)
-            program = self.lower(batch) if one_more else self.step.module
-            logits = program(*inputs, *_state(cache, keys, values))
-            cache.keys, cache.values = keys, values
-            cache.commit(q_pos)
-            cache.times.decode += time.perf_counter() - started
+            program = self.lower(batch) if length == 1 else self.step.module
+            logits = program(*inputs, *state)
+        cache.keys, cache.values = keys, values
+        cache.commit(q_pos)
+        spent = time.perf_counter() - started
+        if isinstance(result, Compressed):
+            cache.replace_stores(result.stores)
+            cache.pending = []
+            earlier = cache.times.prefill if cache.times.chunked else 0.0
+            cache.times = Times(prefill=earlier + spent - result.seconds, compress=result.seconds)
+        elif isinstance(result, Observed):
+            cache.pending.append(result)
+            cache.times.prefill = spent + (cache.times.prefill if cache.times.chunked else 0.0)
+            cache.times.chunked = True
+        else:
+            cache.times.decode += spent
             cache.times.decoded += 1
         return logits if self.takes_keep else logits[:, keep]
 
-    def _prefill(self, cache: RaggedCache, inputs: list) -> tuple[Tensor, list[Store | None], float]:
-        keys, values = _working_tails(cache, inputs[0].shape[1])
+    def _prefill(self, cache: RaggedCache, inputs: list, state: list[Tensor]) -> tuple[Tensor, Compressed | Observed]:
         q_pos = inputs[3]
+        end = cache.columns + q_pos.shape[1] if cache.prompt_end is None else cache.prompt_end
+        later = end - cache.columns - q_pos.shape[1]
+        chunk = Chunk(tuple(cache.pending), more=later > 0)
+        begun = cache.seen - sum((part.real for part in cache.pending), start=torch.zeros_like(cache.seen))
+        columns = _observed_columns(self.policy, q_pos, begun, later)
         metadata = [tensor for store in cache.stores for tensor in (store.tokens, store.pos)]
-        observe_at = _observed_columns(self.policy, q_pos)
-        logits, (stores, spent) = self.prefill.module(
-            *inputs, *_state(cache, keys, values), observe_at, *metadata
-        )
-        cache.keys, cache.values = keys, values
-        return logits, stores, spent
+        return self.prefill.module(*inputs, *state, chunk, columns, *metadata)
 
 
 def _positions(cache: RaggedCache, padding: Tensor | None, batch: int, length: int) -> Tensor:
@@ -120,16 +155,18 @@ def _state(cache: RaggedCache, keys: list[Tensor], values: list[Tensor]) -> list
     return found
 
 
-def _observed_columns(policy: Policy, q_pos: Tensor) -> Tensor:
-    """[B, W] int64 columns of the queries that the policy wants to see of each sequence, -1 = unused."""
+def _observed_columns(policy: Policy, q_pos: Tensor, begun: Tensor, later: int) -> Tensor:
+    """[B, W] int64 columns of the queries that the policy wants to see of each sequence, -1 = unused.
+
+    The policy speaks of the whole prompt: it began at position ``begun`` [B], and ``later`` tokens are still to come.
+    """
     rows = []
-    for positions in q_pos.tolist():
-        columns = [column for column, position in enumerate(positions) if position >= 0]
-        wanted = policy.observe(len(columns))
-        if isinstance(wanted, int):
-            rows.append(columns[-wanted:] if wanted else [])
-        else:
-            rows.append([columns[index] for index in wanted.tolist()])
+    for positions, start in zip(q_pos.tolist(), begun.tolist(), strict=True):
+        at = {position - start: column for column, position in enumerate(positions) if position >= 0}
+        total = max(at) + 1 + later
+        wanted = policy.observe(total)
+        indices = range(max(0, total - wanted), total) if isinstance(wanted, int) else wanted.tolist()
+        rows.append([at[index] for index in indices if index in at])
     width = max(1, *(len(row) for row in rows))
     padded = [row + [-1] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.int64, device=q_pos.device)

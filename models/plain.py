@@ -139,9 +139,7 @@ class PlainDecoder(nn.Module):
         steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         self.register_buffer("inverse_frequency", shape.rope_base**-steps, persistent=False)
 
-    def forward(
-        self, input_ids, position_ids=None, attention_mask=None, use_cache=False, logits_to_keep=0, **kw
-    ) -> Output:
+    def forward(self, input_ids, position_ids=None, attention_mask=None, use_cache=False, **kw) -> Output:
         if kw.get("past_key_values") is not None:
             raise TypeError("a plain decoder has no cache: call it with the whole sequence")
         if position_ids is None:
@@ -152,7 +150,7 @@ class PlainDecoder(nn.Module):
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden, cos, sin, attention_mask)
-        return Output(self.head(self.norm(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)))
+        return Output(self.head(self.norm(hidden)))
 
 
 def decoder(attend: Attention = attend_sdpa, mask: MaskRule = causal_mask, shape: Shape | None = None):

@@ -21,14 +21,15 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
     """A copy of ``program`` that returns ``(logits, compress(...))``.
 
     ``compress`` is called with the observed queries (one [B, Hq, W, Dk] per layer), their columns [B, W] (-1 unused),
-    q_pos [B, S], the tail positions and slots by window, and every layer's state fields.
+    q_pos [B, S], the tail positions and slots by window, every layer's state fields, and what the caller passes as
+    ``chunk``: whatever it needs to know about earlier and later pieces of the same prompt.
     """
     graph = Graph()
     mapping: dict[Node, Node] = {}
     logits = graph.graph_copy(program.module.graph, mapping)
     placeholders = {node.target: node for node in graph.nodes if node.op == "placeholder"}
     last = list(placeholders.values())[-1]
-    for name in ["observe_at", *(state_name(i, f) for i in range(len(program.layers)) for f in METADATA)]:
+    for name in ["chunk", "observe_at", *(state_name(i, f) for i in range(len(program.layers)) for f in METADATA)]:
         with graph.inserting_after(last):
             last = placeholders[name] = graph.placeholder(name)
     columns = placeholders["observe_at"]
@@ -47,7 +48,9 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
         [placeholders[state_name(i, field)] for field in (*STATE, *METADATA)]
         for i in range(len(program.layers))
     ]
-    result = graph.call_module("compress", (observed, columns, placeholders["q_pos"], tails, state))
+    result = graph.call_module(
+        "compress", (observed, columns, placeholders["q_pos"], tails, state, placeholders["chunk"])
+    )
     graph.output((logits, result))
     module = GraphModule({**_attributes(program.module), "compress": compress}, graph)
     graph.lint()

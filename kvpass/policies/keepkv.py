@@ -15,7 +15,6 @@ from kvpass.kernels.merge import KEY_MODES, KeyMode, group_by_similarity, merge
 from kvpass.kernels.score import (
     Block,
     attention_blocks,
-    attention_mass,
     attention_rms,
     compact,
     one_head_each,
@@ -44,11 +43,13 @@ class KeepKV(Policy):
     threshold: float = 0.5
     max_votes: int = 64
     excess: float = 2.0  # nats a log-vote may exceed ln(tokens) by
-    references: int = 200  # queries spread over the prompt that weigh members; 0: the window's, causally
+    references: int = 200  # positions whose queries weigh members; 0: the window's queries, causally
+    # Queries to come are most like the recent ones, and stand as far as those from what they look at.
+    recency: float = 3.0
     round_robin: bool = True  # one query head of a group at each of these positions, in turn
-    # Dropped entries below this share of their row's mean mass are lost: no more than that share of the
-    # dropped mass, and most of the work.
-    negligible: float = 0.2
+    # Dropped entries whose root mean square weight is below this share of their row's mean are lost: no more
+    # than that share of the dropped weight, and most of the work.
+    negligible: float = 0.5
     value_fit: bool = True  # refit values to the full attention output of the same queries
     ridge: float = 1e-3
 
@@ -57,12 +58,7 @@ class KeepKV(Policy):
     def __post_init__(self) -> None:
         chosen = self.selector
         if chosen is None:
-            common = {f: getattr(self, f) for f in ("window", "sinks", "allocator", "floor")}
-            if self.references:
-                chosen = Reference(**common, references=self.references, round_robin=self.round_robin)
-            else:
-                chosen = SnapKV(**common)
-            object.__setattr__(self, "selector", chosen)
+            object.__setattr__(self, "selector", self._own_selector())
         else:
             for field in ("window", "sinks"):
                 own, default = getattr(self, field), getattr(KeepKV, field)
@@ -85,7 +81,7 @@ class KeepKV(Policy):
     def observe(self, length: int) -> int | Tensor:
         if not self.references:
             return self.selector.observe(length) or self.window
-        own = spread(length, self.references, self.window)
+        own = spread(length, self.references, self.window, self.recency)
         asked = self.selector.observe(length)
         if isinstance(asked, int):
             asked = torch.arange(max(0, length - asked), length)
@@ -98,12 +94,14 @@ class KeepKV(Policy):
         if not seen.q.shape[2]:
             return entries.take(*compact(keep))
         seen = self._weighing(entries, seen)
-        return self._merge(entries, seen, keep, list(attention_blocks(entries, seen, causal=self._causal)))
+        blocks = list(attention_blocks(entries, seen, causal=self._causal))
+        return self._merge(entries, seen, keep, blocks, attention_rms(entries, seen, blocks=blocks))
 
     def compress(
         self, layers: Sequence[tuple[Entries, Observation]], budget: Budget, lengths: Sequence[int]
     ) -> Iterator[Entries]:
-        if self.allocator != "uniform" or self.selector != self._own_selector():
+        shared = self.references and self.selector == self._own_selector()
+        if self.allocator != "uniform" or not shared:
             yield from super().compress(layers, budget, lengths)
             return
         # The queries that choose are those that weigh, and quotas depend on lengths alone: each layer's
@@ -114,19 +112,20 @@ class KeepKV(Policy):
             entries, seen = layers[i]
             seen = self._weighing(entries, seen)
             blocks = list(attention_blocks(entries, seen, causal=False))
-            score = self.pin(entries, attention_rms(entries, seen, blocks=blocks))
-            yield self._merge(entries, seen, self.select(score, quota), blocks)
+            rms = attention_rms(entries, seen, blocks=blocks)
+            yield self._merge(entries, seen, self.select(self.pin(entries, rms), quota), blocks, rms)
 
     @property
     def _causal(self) -> bool:
         return not self.references
 
-    def _own_selector(self) -> Reference | None:
-        """The selector whose queries and attention are the merge's own."""
-        if not self.references:
-            return None
+    def _own_selector(self) -> Policy:
+        """The selector that chooses by the queries that weigh."""
         common = {f: getattr(self, f) for f in ("window", "sinks", "allocator", "floor")}
-        return Reference(**common, references=self.references, round_robin=self.round_robin)
+        if not self.references:
+            return SnapKV(**common)
+        own = {f: getattr(self, f) for f in ("references", "recency", "round_robin")}
+        return Reference(**common, **own)
 
     def _weighing(self, entries: Entries, seen: Observation) -> Observation:
         """The queries that weigh members."""
@@ -134,7 +133,9 @@ class KeepKV(Policy):
             return recent_queries(seen, self.window)
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
 
-    def _merge(self, entries: Entries, seen: Observation, keep: Tensor, blocks: list[Block]) -> Entries:
+    def _merge(
+        self, entries: Entries, seen: Observation, keep: Tensor, blocks: list[Block], rms: Tensor
+    ) -> Entries:
         kept, kept_used = compact(keep)
         middle = entries.valid & ~self.pinned(entries)
         open_kept = middle.gather(-1, kept) & kept_used
@@ -142,9 +143,8 @@ class KeepKV(Policy):
         if not candidates.any():
             return entries.take(kept, kept_used)
         if self.negligible:
-            mass = attention_mass(entries, seen, blocks=blocks)
-            mean = mass.masked_fill(~candidates, 0).sum(-1) / candidates.sum(-1).clamp(min=1)
-            candidates &= mass >= self.negligible * mean.unsqueeze(-1)
+            mean = rms.masked_fill(~candidates, 0).sum(-1) / candidates.sum(-1).clamp(min=1)
+            candidates &= rms >= self.negligible * mean.unsqueeze(-1)
         groups = group_by_similarity(
             entries,
             kept,

@@ -14,11 +14,14 @@ from kvpass.kernels.score import attention_rms, one_head_each
 from kvpass.policies.base import Policy
 
 
-def spread(length: int, references: int, window: int) -> Tensor:
-    """Sorted unique int64 positions: ``references`` spread evenly over the prompt, and its last
-    ``window``."""
-    even = torch.linspace(0, length - 1, min(references, length), dtype=torch.float64).round().long()
-    return torch.cat([even, torch.arange(max(0, length - window), length)]).unique()
+def spread(length: int, references: int, window: int, recency: float = 1.0) -> Tensor:
+    """Sorted unique int64 positions: ``references`` spread over the prompt, and its last ``window``.
+
+    Their density grows with the position to the power ``recency - 1``; 1 spreads them evenly.
+    """
+    part = torch.linspace(0, 1, min(references, length), dtype=torch.float64)
+    at = (part.pow(1 / recency) * (length - 1)).round().long()
+    return torch.cat([at, torch.arange(max(0, length - window), length)]).unique()
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Reference(Policy):
     """Root mean square softmax weight over reference queries, each of which scores every entry."""
 
     references: int = 400
+    recency: float = 1.0  # how far they crowd towards the end, see :func:`spread`
     round_robin: bool = False  # one query head of a group at each position, in turn, instead of all of them
 
     name: ClassVar[str] = "reference"
@@ -34,9 +38,11 @@ class Reference(Policy):
         super().__post_init__()
         if self.references < 1:
             raise ValueError(f"references must be >= 1, got {self.references}")
+        if self.recency < 1:
+            raise ValueError(f"recency must be >= 1, got {self.recency}")
 
     def observe(self, length: int) -> Tensor:
-        return spread(length, self.references, self.window)
+        return spread(length, self.references, self.window, self.recency)
 
     def asking(self, entries: Entries, seen: Observation) -> Observation:
         """The queries that score."""

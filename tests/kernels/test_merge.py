@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpass.kernels import score as score_module
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.merge import KEY_MODES, Groups, fit_values, group_by_similarity, merge, nearest
-from kvpass.kernels.score import compact
+from kvpass.kernels.score import attention_blocks, compact
 
 ADDITIVE = ("fixed", "convex", "zip")
 
@@ -226,6 +226,48 @@ def test_group_far_below_the_softmax():
     torch.testing.assert_close(out.v[0, 0, 1, 1:3], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("key_mode", ADDITIVE)
+@pytest.mark.parametrize("below", [0.0, 30.0, 50.0, 90.0])
+def test_faint_groups_of_several_queries(below, key_mode):
+    """However far below the softmax a group lies, fp32 merges it as fp64 does."""
+    exact = random(7, votes=False, heads=2)
+    first = torch.zeros(1, 2, 12, 1, dtype=torch.float64)
+    first[:, :, 0] = below
+    exact = plain(torch.cat([exact.k, first], -1), exact.v)
+    g = torch.Generator().manual_seed(3)
+    q = torch.cat([torch.randn(1, 4, 3, 8, generator=g), torch.ones(1, 4, 3, 1)], -1).double()
+    rough = plain(exact.k.float(), exact.v.float())
+    kept, used, groups = groups_of(ASSIGN, 12)
+    kept, used = kept.expand(1, 2, -1), used.expand(1, 2, -1)
+    groups = Groups(
+        torch.cat([groups.member, groups.member + 12]),
+        torch.cat([groups.target, groups.target + kept.shape[-1]]),
+        groups.merged.expand(1, 2, -1),
+    )
+    for causal in (True, False):
+        want, got = (
+            merge(e, Observation(x, observe(q, 12).q_pos, 1.0), kept, used, groups, causal=causal, key_mode=key_mode)
+            for e, x in ((exact, q), (rough, q.float()))
+        )
+        for field in ("k", "v", "log_votes"):
+            torch.testing.assert_close(
+                getattr(got, field), getattr(want, field).float(), rtol=2e-4, atol=2e-4
+            )
+
+
+def test_given_blocks():
+    """Attention that is already there gives the same merge."""
+    entries = random(13, votes=False)
+    seen = observe(torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(2)).double(), 12)
+    index, used, groups = groups_of(ASSIGN, 12)
+    blocks = list(attention_blocks(entries, seen, causal=False))
+    once, again = (
+        merge(entries, seen, index, used, groups, causal=False, value_fit=True, blocks=b)
+        for b in (None, blocks)
+    )
+    assert torch.equal(once.v, again.v) and torch.equal(once.log_votes, again.log_votes)
+
+
 def shared_oracle(k, v, q, members, scale):
     """Loops in fp64: best shared weights, mean key and value and least-squares log-vote of one group."""
     rows = [scale * (k @ x) for x in q]
@@ -400,6 +442,23 @@ def test_value_fit(queries):
         step = torch.linalg.solve(x.T @ x + lam * torch.eye(x.shape[1], dtype=torch.float64), x.T @ y)
         torch.testing.assert_close(fitted[row][free[row]], value[row][free[row]] + step, rtol=1e-3, atol=1e-3)
         assert torch.equal(fitted[row][~free[row]], value[row][~free[row]])
+
+
+def test_value_fit_dual_equals_primal():
+    """Queries by queries or entries by entries: unused queries turn one system into the other, and change
+    nothing."""
+    g = torch.Generator().manual_seed(5)
+    logits = torch.randn(3, 8, 6, generator=g, dtype=torch.float64)
+    value = torch.randn(3, 8, 4, generator=g, dtype=torch.float64)
+    full = torch.randn(3, 6, 4, generator=g, dtype=torch.float64)
+    free, counts = torch.rand(3, 8, generator=g) < 0.7, torch.ones(3, 6, dtype=torch.bool)
+    dual = fit_values(logits, counts, value, full, free, ridge=1e-3)
+    pad = torch.nn.functional.pad
+    primal = fit_values(
+        pad(logits, (0, 9)), pad(counts, (0, 9)), value, pad(full, (0, 0, 0, 9)), free, ridge=1e-3
+    )
+    torch.testing.assert_close(dual, primal, rtol=1e-3, atol=1e-5)  # the spectral norm is iterated
+    assert (dual - value)[free].abs().max() > 0.1
 
 
 def test_value_fit_lowers_the_error():

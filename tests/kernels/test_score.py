@@ -7,7 +7,15 @@ import torch
 
 from kvpass.kernels import score as score_module
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import attention_mass, attention_rms, compact, recent_queries
+from kvpass.kernels.score import (
+    attention_blocks,
+    attention_mass,
+    attention_rms,
+    compact,
+    exp_,
+    one_head_each,
+    recent_queries,
+)
 
 
 def example(dtype=torch.float64, batch=2, kv_heads=2, group=3, slots=11, width=5, dim=4, seed=0):
@@ -113,3 +121,34 @@ def test_compact():
     assert index[used].tolist() == [1, 2, 0] and used.tolist() == [[True, True], [True, False]]
     index, used = compact(torch.zeros(2, 4, dtype=torch.bool))
     assert index.shape == used.shape == (2, 0)
+
+
+def test_one_head_each():
+    """A sequence's used queries take the heads of each group in turn, wherever its unused slots stand."""
+    q = torch.arange(2 * 6 * 7).reshape(2, 6, 7, 1).float()
+    q_pos = torch.tensor([[3, 5, 6, 7, 8, 9, 10], [-1, 0, 2, -1, 4, 5, -1]], dtype=torch.int32)
+    one = one_head_each(Observation(q, q_pos, 0.5), 2)
+    assert one.q.shape == (2, 2, 7, 1) and one.q_pos is q_pos and one.scale == 0.5
+    for b in range(2):
+        for h in range(2):
+            turn = 0
+            for w in range(7):
+                if q_pos[b, w] >= 0:
+                    assert one.q[b, h, w] == q[b, h * 3 + turn % 3, w]
+                    turn += 1
+
+
+def test_given_blocks():
+    """Attention that is already there gives the same score."""
+    entries, seen = example()
+    blocks = list(attention_blocks(entries, seen, causal=False))
+    assert torch.equal(attention_rms(entries, seen, blocks=blocks), attention_rms(entries, seen))
+
+
+def test_exponentials_never_square_to_subnormals():
+    """In fp32 an exponential is normal and so is its square, or it is 0; fp64 keeps all of them."""
+    x = -torch.arange(0.0, 120.0, 0.5)
+    small = exp_(x.clone())
+    assert ((small == 0) | (small.square() >= torch.finfo(torch.float32).tiny)).all()
+    torch.testing.assert_close(small, x.exp(), rtol=1e-6, atol=1e-17)
+    assert torch.equal(exp_(x.double()), x.double().exp())

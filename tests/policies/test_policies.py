@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvpass.budget import Budget
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.merge import KEY_MODES
-from kvpass.kernels.score import attention_mass, attention_rms, recent_queries
+from kvpass.kernels.score import attention_mass, attention_rms, one_head_each, recent_queries
 from kvpass.policies import POLICIES, KeepKV, Policy, Reference, SnapKV, Streaming, get
 from kvpass.policies.allocate import ALLOCATORS
 from kvpass.policies.reference import spread
@@ -101,7 +101,9 @@ def test_frozen():
         (lambda: SnapKV(floor=1.5), "floor"),
         (lambda: Reference(references=0), "references"),
         (lambda: KeepKV(key_mode="zipp"), "fixed, convex"),
+        (lambda: Reference(recency=0.5), "recency"),
         (lambda: KeepKV(threshold=1.5), "threshold"),
+        (lambda: KeepKV(negligible=1.0), "negligible"),
         (lambda: KeepKV(max_votes=0), "max_votes"),
         (lambda: KeepKV(window=8, selector=SnapKV(window=16)), "contradicts"),
     ],
@@ -351,6 +353,52 @@ def attend(entries, seen):
     """[B, Hq, W, Dv] attention output, unmasked."""
     k, v, m = (x.double().repeat_interleave(GROUP, 1) for x in (entries.k, entries.v, entries.log_votes))
     return (seen.scale * seen.q @ k.transpose(2, 3) + m.unsqueeze(2)).softmax(-1) @ v
+
+
+@given(st.integers(1, 300), st.integers(1, 50), st.integers(1, 40))
+def test_spread_crowds_towards_the_end(length, references, window):
+    """With recency, positions stay unique and in the prompt, and the later half holds no fewer."""
+    at = spread(length, references, window, 3.0)
+    assert (at.diff() > 0).all() and at.min() >= 0 and at.max() == length - 1
+    assert 2 * (at >= (length - 1) / 2).sum() >= len(at)
+    assert set(range(max(0, length - window), length)) <= set(at.tolist())
+
+
+@pytest.mark.parametrize("policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)])
+def test_shared_attention_changes_nothing(policy):
+    """Scoring and merging from one pass over the keys gives what scoring and then merging gives."""
+    lengths = [40, 23]
+    layers = layers_of(policy, lengths)
+    together = list(policy.compress(layers, Budget.parse(0.3), lengths))
+    apart = list(Policy.compress(policy, layers, Budget.parse(0.3), lengths))
+    for a, b in zip(together, apart, strict=True):
+        assert all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("k", "v", "log_votes", "tokens", "pos"))
+
+
+def test_round_robin_scores_one_head_a_position():
+    """Root mean square over one query per position and group, heads in turn."""
+    policy = Reference(window=3, sinks=1, references=6, round_robin=True)
+    ((entries, seen),) = layers_of(policy, [25], count=1)
+    score = policy.score(entries, seen)
+    for h in range(HEADS):
+        q = torch.stack([seen.q[0, h * GROUP + w % GROUP, w] for w in range(seen.q.shape[2])])
+        rms = (0.5 * q @ entries.k[0, h].T).softmax(-1).square().mean(0).sqrt()
+        torch.testing.assert_close(score[0, h, 1:-3], rms[1:-3].float())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_negligible_entries_are_lost(share):
+    """Dropped entries far below the mean weight join nobody; the others all do."""
+    policy = KeepKV(window=4, sinks=2, references=9, threshold=-1.0, negligible=share)
+    ((entries, seen),) = layers_of(policy, [60], count=1)
+    (out,) = policy.compress([(entries, seen)], Budget.parse(12), [60])
+    rms = attention_rms(entries, one_head_each(seen, HEADS))
+    for h in range(HEADS):
+        dropped = [n for n in range(2, 56) if n not in kept(out, 0)[h]]
+        weight = rms[0, h, dropped]
+        worth = weight >= share * weight.mean()
+        assert out.tokens[0, h].sum() == 12 + worth.sum()
+        assert weight[~worth].sum() <= share * weight.sum()
 
 
 def test_lengths_yield_in_order():

@@ -1,0 +1,330 @@
+"""``kvpass bench``: the untouched model against kvpass, interleaved in one process, on the same real text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+from kvpass.progress import bar
+
+LOAD_LIMIT = 1.5  # a busier machine times its other work
+WARM_UP = 4  # forwards before the timed ones; the first one compiles
+TURN = 4  # forwards of one variant before the next has its turn
+BUSY = 3  # exit code
+
+Progress = Callable[[Iterable, str], Iterable]
+
+
+class BusyError(RuntimeError):
+    """The machine has other work, so ratios would mean nothing."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    model: str = "smollm2"
+    length: int = 2048
+    batch: int = 1
+    budgets: tuple[float | int, ...] = (0.1,)
+    policies: tuple[str, ...] = ("keepkv",)
+    steps: int = 32
+    repeats: int = 1
+    threads: int | None = None  # None: as torch chooses
+    seed: int = 0
+    backend: str = "inductor"
+    anyway: bool = False
+
+    def check(self) -> float:
+        """Refuse what cannot be measured, before any work; the 1-minute load average.
+
+        Raises:
+            ValueError: a count below 1, or a budget or policy that does not exist.
+            BusyError: the load average is above the limit and ``anyway`` is not set.
+        """
+        from kvpass import policies
+        from kvpass.budget import Budget
+
+        for name in ("length", "batch", "steps", "repeats", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for budget in self.budgets:
+            Budget.parse(budget)
+        for policy in self.policies:
+            policies.get(policy)
+        if (load := os.getloadavg()[0]) > LOAD_LIMIT and not self.anyway:
+            raise BusyError(
+                f"the machine is busy (1-minute load average {load:.1f}, limit {LOAD_LIMIT}), so ratios "
+                "would mean nothing; wait, or measure all the same with --anyway"
+            )
+        return load
+
+
+def run(options: Options, progress: Progress = bar) -> dict:
+    """Load the model, measure every row, return ``{"meta": ..., "rows": [...]}``.
+
+    Raises:
+        ValueError, BusyError: as :meth:`Options.check`; ValueError also for an unknown model or a
+            prompt that is too long for it.
+    """
+    load = options.check()
+    import kvpass
+    from kvpass import models
+
+    model, tokenizer = models.load(options.model)
+
+    def build(budget, policy):
+        return kvpass.compile(model, budget=budget, policy=policy, backend=options.backend)
+
+    return measure(model, tokenizer, options, build, load, progress)
+
+
+def measure(
+    model, tokenizer, options: Options, build: Callable, load: float, progress: Progress = bar
+) -> dict:
+    """As :func:`run`, on a loaded model; ``build(budget, policy)`` compiles it."""
+    import torch
+
+    from kvpass.benchmarks import text, variants
+
+    meta = _meta(model, options, load)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and options.length > limit:
+        raise ValueError(f"length {options.length} is more than the model's {limit} positions")
+    before = torch.get_num_threads()
+    torch.set_num_threads(meta["threads"])
+    try:
+        vocabulary = model.config.get_text_config().vocab_size
+        ids = text.prompt(tokenizer, vocabulary, options.length, options.batch, options.seed)
+        plan = [("A", None, None), ("C", options.policies[0], 1.0)]
+        plan += [("D", policy, budget) for policy in options.policies for budget in options.budgets]
+        sequences, forced = [], None
+        for row, policy, budget in progress(plan, "compile and read the prompt"):
+            compiled = model if row == "A" else build(budget, policy)
+            variant = variants.Variant(row, compiled, policy, budget)
+            variants.forward(compiled, ids[:, :32])  # what only the first call pays for
+            logits, sequence = variants.prefill(variant, ids, options.repeats)
+            if forced is None:
+                forced = _greedy(sequence, logits, WARM_UP + options.steps, progress)
+            sequences.append(sequence)
+        _decode(sequences, forced, progress)
+    finally:
+        torch.set_num_threads(before)
+    meta["load_average_end"] = os.getloadavg()[0]
+    meta["forced_positions"], meta["forced_tokens"] = forced.numel(), forced.tolist()
+    return {"meta": meta, "rows": _rows(sequences, options, forced.numel())}
+
+
+def _greedy(sequence, logits, count: int, progress: Progress):
+    """[B, count] the sequence's own continuation; the sequence stays at the end of its prompt."""
+    import copy
+
+    import torch
+
+    from kvpass.benchmarks.variants import forward
+
+    # A sliding cache cannot be cropped back, so a copy runs ahead.
+    cache, tokens = copy.deepcopy(sequence.cache), [logits.argmax(-1, keepdim=True)]
+    for _ in progress(range(count - 1), "tokens to force"):
+        logits, cache = forward(sequence.variant.model, tokens[-1], cache)
+        tokens.append(logits.argmax(-1, keepdim=True))
+    return torch.cat(tokens, 1)
+
+
+def _decode(sequences: list, forced, progress: Progress) -> None:
+    """Force the tokens [B, N] on every sequence in turns, so that a disturbance of the machine hits all."""
+    for start in progress(range(0, forced.shape[1], TURN), "decode in turns"):
+        columns = range(start, min(start + TURN, forced.shape[1]))
+        reference = []  # the untouched model goes first
+        for sequence in sequences:
+            for at, column in enumerate(columns):
+                logits, seconds = sequence.step(forced[:, column : column + 1])
+                log_p = logits.float().log_softmax(-1)
+                if sequence is sequences[0]:
+                    reference.append(log_p)
+                else:
+                    full = reference[at]
+                    sequence.divergence += float((full.exp() * (full - log_p)).sum())
+                if column >= WARM_UP:
+                    sequence.samples.append(seconds)
+
+
+def _meta(model, options: Options, load: float) -> dict:
+    import torch
+
+    import kvpass
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "kvpass": metadata.version(kvpass.__name__),
+        "threads": options.threads or torch.get_num_threads(),
+        "model": options.model,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "backend": options.backend,
+        "seed": options.seed,
+        "load_average": load,
+        "anyway": options.anyway,
+        "length": options.length,
+        "batch": options.batch,
+        "steps": options.steps,
+        "warm_up": WARM_UP,
+        "repeats": options.repeats,
+        "platform": platform.platform(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _rows(sequences: list, options: Options, positions: int) -> list[dict]:
+    import numpy as np
+
+    from kvpass.benchmarks.variants import cache_bytes, cache_entries
+
+    rows = []
+    for sequence in sequences:
+        samples = [1e3 * seconds for seconds in sequence.samples]
+        p10, middle, p90 = (float(value) for value in np.percentile(samples, [10, 50, 90]))
+        rows.append(
+            {
+                "row": sequence.variant.row,
+                "policy": sequence.variant.policy,
+                "budget": sequence.variant.budget,
+                "length": options.length,
+                "batch": options.batch,
+                "prefill_s": median(sequence.prefill),
+                "compress_s": median(sequence.compress),
+                "decode_ms_per_token": {"median": middle, "p10": p10, "p90": p90, "samples": samples},
+                "tokens_per_s": 1e3 * options.batch / middle,
+                "kv_mib": cache_bytes(sequence.cache) / 2**20,
+                "entries": cache_entries(sequence.cache),
+                "kl": sequence.divergence / positions,
+            }
+        )
+    baselines = {row["row"]: row["decode_ms_per_token"]["median"] for row in rows[:2]}
+    for row in rows:
+        own = row["decode_ms_per_token"]["median"]
+        row["ratio_to_a"], row["ratio_to_c"] = baselines["A"] / own, baselines["C"] / own
+    return rows
+
+
+_NAMES = {"A": "A untouched, eager", "C": "C kvpass, all kept", "D": "D kvpass"}
+_COLUMNS: dict[str, tuple[Callable[[dict], object], str]] = {  # head -> value of a row, format
+    "row": (lambda row: _NAMES[row["row"]], ""),
+    "policy": (lambda row: row["policy"] if row["row"] == "D" else "", ""),
+    "budget": (lambda row: "" if row["budget"] is None else f"{row['budget']:g}", ""),
+    "prefill\ns": (lambda row: row["prefill_s"], ".2f"),
+    "compress\ns": (lambda row: row["compress_s"], ".2f"),
+    "decode\nms/token": (lambda row: row["decode_ms_per_token"]["median"], ".1f"),
+    "p10–p90\nms/token": (lambda row: "{p10:.1f}–{p90:.1f}".format(**row["decode_ms_per_token"]), ""),
+    "decode\ntokens/s": (lambda row: row["tokens_per_s"], ".1f"),
+    "speed\n× A": (lambda row: row["ratio_to_a"], ".2f"),
+    "speed\n× C": (lambda row: row["ratio_to_c"], ".2f"),
+    "KV cache\nMiB": (lambda row: row["kv_mib"], ".1f"),
+    "KV cache\nentries": (lambda row: row["entries"], "d"),
+    "KL to A\nnats": (lambda row: row["kl"], ".2g"),
+}
+
+
+def table(result: dict) -> str:
+    """The rows with units, and under them the setting in one sentence."""
+    from tabulate import tabulate
+
+    meta = result["meta"]
+    cells = [[value(row) for value, _ in _COLUMNS.values()] for row in result["rows"]]
+    formats = [form or "g" for _, form in _COLUMNS.values()]
+    lines = [
+        tabulate(cells, list(_COLUMNS), floatfmt=formats, disable_numparse=[1, 2, 6]),
+        f"{meta['model']}, {meta['dtype']}, prompt of {meta['length']} tokens, batch {meta['batch']}, "
+        f"{meta['threads']} threads; decode is the median over {meta['steps']} forwards in turns of {TURN}, "
+        f"spread is p10–p90; KL is the mean over the same {meta['forced_positions']} forced positions.",
+    ]
+    if meta["load_average"] > LOAD_LIMIT:
+        lines.append(
+            f"The machine was busy (load average {meta['load_average']:.1f}): do not trust times and ratios."
+        )
+    return "\n".join(lines)
+
+
+def budget(text: str) -> float | int:
+    """A budget on a command line: up to 1 it is a fraction, above it is entries per row."""
+    number = float(text)
+    return int(number) if number > 1 and number.is_integer() else number
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``kvpass bench``."""
+    default = Options()
+    parser.add_argument("--model", default=default.model, help="smollm2 or tiny-... (default: %(default)s)")
+    parser.add_argument(
+        "--length", type=int, default=default.length, help="tokens of the prompt (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=default.batch, help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--budget",
+        type=budget,
+        action="append",
+        help="fraction of the entries, or above 1 entries per row; repeatable (default: 0.1)",
+    )
+    parser.add_argument("--policy", action="append", help="repeatable (default: keepkv)")
+    parser.add_argument(
+        "--steps", type=int, default=default.steps, help="timed forwards of each row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=default.repeats,
+        help="readings of each prompt (default: %(default)s)",
+    )
+    parser.add_argument("--threads", type=int, help="default: as torch chooses")
+    parser.add_argument("--seed", type=int, default=default.seed, help="where in the text the prompts start")
+    parser.add_argument("--backend", default=default.backend, help="inductor or eager (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the setting")
+    parser.add_argument("--anyway", action="store_true", help="measure although the machine is busy")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Run with parsed :func:`add_arguments` and print the table."""
+    default = Options()
+    options = Options(
+        model=args.model,
+        length=args.length,
+        batch=args.batch,
+        budgets=tuple(args.budget or default.budgets),
+        policies=tuple(args.policy or default.policies),
+        steps=args.steps,
+        repeats=args.repeats,
+        threads=args.threads,
+        seed=args.seed,
+        backend=args.backend,
+        anyway=args.anyway,
+    )
+    try:
+        result = run(options)
+    except BusyError as busy:
+        print(f"kvpass: {busy}", file=sys.stderr)
+        return BUSY
+    print(table(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """``python -m kvpass.benchmarks.throughput``; the same as ``kvpass bench``."""
+    from kvpass.cli import main as kvpass_main
+
+    return kvpass_main(["bench", *(sys.argv[1:] if argv is None else argv)])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,5 @@
+"""``python -m kvpass``."""
+
+from kvpass.cli import main
+
+raise SystemExit(main())

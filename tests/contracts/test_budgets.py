@@ -1,0 +1,79 @@
+"""A budget is what is physically stored."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+import kvpass
+from tests.conftest import prompt
+
+
+def stored(model, length, batch=1):
+    with torch.no_grad():
+        cache = model.kvpass.new_cache()
+        model(prompt(length, batch), past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "keepkv"])
+@pytest.mark.parametrize("budget", [0.1, 0.2, 0.3, 0.7, 0.9])
+def test_kept_entries_are_exact(compiled, budget, policy):
+    """Entries over all rows are floor(budget * total) in exact arithmetic, and never less than one a row."""
+    model = compiled("llama", budget=budget, policy=policy)
+    rows = 2 * 2  # layers x KV heads
+    for length in (10, 20, 50, 100, 400):
+        expected = max(rows, Fraction(str(budget)) * length * rows // 1)
+        assert stored(model, length).entries() == expected, length
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("budget", [0.01, 0.1, 0.9])
+def test_short_prompts_keep_at_least_one_entry_a_row(compiled, length, budget):
+    """Prompts of 1, 2 and 3 tokens: at least one entry a row, and finite logits after."""
+    model = compiled("llama", budget=budget)
+    cache = stored(model, length)
+    assert all(int(rows.min()) >= 1 for rows in cache.lengths())
+    with torch.no_grad():
+        assert torch.isfinite(model(prompt(1), past_key_values=cache).logits).all()
+
+
+def test_an_integer_budget_is_entries_per_row(compiled):
+    """budget=16 and budget=16/64 of a 64-token prompt give the same cache."""
+    absolute, relative = (stored(compiled("llama", budget=b), 64) for b in (16, 0.25))
+    assert absolute.entries() == relative.entries() == 16 * 4
+    assert all(torch.equal(a.pos, b.pos) for a, b in zip(absolute.stores, relative.stores, strict=True))
+
+
+def test_grouped_heads_are_stored_once(compiled):
+    """Bytes are at KV-head granularity, and close to the entries: no query-head copy, no padding of short rows."""
+    cache = stored(compiled("llama_mqa", budget=0.5), 400)
+    entry = 2 * 16 * 4 + 4 + 4 + 4  # key and value in fp32, log-vote, tokens, position
+    assert cache.nbytes() < 1.1 * cache.entries() * entry + 2000
+
+
+def test_sliding_layers_keep_their_window(compiled):
+    """Sliding layers hold exactly their window however long the text is."""
+    model = compiled("qwen2_mixed", budget=0.5)
+    cache = stored(model, 40)
+    window = next(layer.window for layer in cache.specs if layer.window)
+    with torch.no_grad():
+        for _ in range(3 * window):
+            model(prompt(1), past_key_values=cache)
+    sliding = [rows for rows, layer in zip(cache.lengths(), cache.specs, strict=True) if layer.window]
+    assert all(int(rows.max()) == window for rows in sliding)
+
+
+@pytest.mark.parametrize("budget", [0, 0.0, -0.1, 1.5, -3, True, "half", float("nan"), None])
+def test_a_bad_budget_is_one_sentence(tiny_model, budget):
+    """Anything but a float in (0, 1] or an int >= 1 is a ValueError that says what is accepted."""
+    with pytest.raises(ValueError, match=r"budget must be a float in \(0, 1\]"):
+        kvpass.compile(tiny_model("llama"), budget=budget)
+
+
+def test_a_bad_policy_lists_the_known_ones(tiny_model):
+    """An unknown policy or backend is a ValueError with the known names."""
+    with pytest.raises(ValueError, match="unknown policy 'h3o'; known: streaming, snapkv"):
+        kvpass.compile(tiny_model("llama"), policy="h3o")
+    with pytest.raises(ValueError, match="unknown backend 'tpu'; known: inductor, eager"):
+        kvpass.compile(tiny_model("llama"), backend="tpu")

@@ -1,0 +1,42 @@
+"""Budget 1 is exact."""
+
+import pytest
+import torch
+
+from tests.conftest import greedy, prompt
+
+FAMILIES = ["llama", "mistral", "qwen2", "gpt2", "phi", "opt", "llama_mqa", "qwen2_mixed"]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_budget_one_gives_the_untouched_models_tokens(tiny_model, compiled, name, attn):
+    """At budget 1.0 32 greedy tokens equal the untouched model's, for prompts of 1, 2, 3 and 40 tokens, batch 1 and 3,
+    windows shorter than the prompt included, and for a batch with left padding."""
+    model, ours = tiny_model(name, attn), compiled(name, budget=1.0, attn=attn)
+    for length in (1, 2, 3, 40):
+        for batch in (1, 3):
+            ids = prompt(length, batch, seed=length)
+            assert torch.equal(greedy(ours, ids, 32), greedy(model, ids, 32)), (length, batch)
+    ids, mask = prompt(20, 3), torch.ones(3, 20, dtype=torch.int64)
+    mask[0, :7], mask[2, :1] = 0, 0
+    assert torch.equal(greedy(ours, ids, 32, mask), greedy(model, ids, 32, mask))
+
+
+def test_all_logits_equal(tiny_model, compiled):
+    """At budget 1.0 a plain call returns every position's logits, and logits_to_keep the last ones."""
+    model, ours, ids = tiny_model("llama"), compiled("llama", budget=1.0), prompt(30, 2)
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.testing.assert_close(ours(ids).logits, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(ids, logits_to_keep=3).logits, expected[:, -3:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "keepkv"])
+@pytest.mark.parametrize("budget", [0.05, 0.3, 4])
+def test_the_first_token_is_the_full_caches(tiny_model, compiled, policy, budget):
+    """At every budget the first new token's logits are the untouched model's: compression comes after attention."""
+    ids = prompt(50, 2)
+    with torch.no_grad():
+        ours = compiled("llama", budget=budget, policy=policy)(ids).logits
+        torch.testing.assert_close(ours, tiny_model("llama")(ids).logits, rtol=0, atol=1e-4)
