@@ -57,15 +57,18 @@ def recent_queries(seen: Observation, window: int) -> Observation:
 def one_head_each(seen: Observation, kv_heads: int) -> Observation:
     """One query a position and KV head: a sequence's used slots go round the heads of the group in turn.
 
-    The result has one query head per KV head. Neighbouring positions ask much the same, so this spends a
-    group's worth of rows on as many positions instead.
+    The result has one query head per KV head, and unused slots at its end up to a multiple of ``LANES``.
+    Neighbouring positions ask much the same, so this spends a group's worth of rows on as many positions
+    instead.
     """
     batch, heads, width, dim = seen.q.shape
     group = heads // kv_heads
     turn = ((seen.q_pos >= 0).cumsum(-1) - 1).clamp(min=0) % group
     q = seen.q.reshape(batch, kv_heads, group, width, dim)
     turn = turn[:, None, None, :, None].expand(-1, kv_heads, 1, -1, dim)
-    return Observation(q.gather(2, turn).squeeze(2), seen.q_pos, seen.scale)
+    spare = -width % LANES
+    q = torch.nn.functional.pad(q.gather(2, turn).squeeze(2), (0, 0, 0, spare))
+    return Observation(q, torch.nn.functional.pad(seen.q_pos, (0, spare), value=-1), seen.scale)
 
 
 def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

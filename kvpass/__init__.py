@@ -14,6 +14,7 @@ _HOMES = {
     "explain": "kvpass.compiler",
     "RaggedCache": "kvpass.cache",
     "CacheError": "kvpass.cache",
+    "load_cache": "kvpass.saved",
     "InputError": "kvpass.binding",
     "KVPassError": "kvpass.passes.spec",
     "UnsupportedModelError": "kvpass.passes.spec",

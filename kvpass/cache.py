@@ -329,5 +329,11 @@ class RaggedCache(Cache):
         }
         return twin
 
+    def save(self, path) -> None:
+        """Write the cache to a safetensors file; ``kvpass.load_cache(path, model)`` reads it."""
+        from kvpass.saved import save
+
+        save(self, path)
+
     def __deepcopy__(self, memo) -> RaggedCache:
         return self.fork()

@@ -43,7 +43,7 @@ class KeepKV(Policy):
     threshold: float = 0.5
     max_votes: int = 64
     excess: float = 2.0  # nats a log-vote may exceed ln(tokens) by
-    references: int = 200  # positions whose queries weigh members; 0: the window's queries, causally
+    references: int = 240  # positions whose queries weigh members; 0: the window's queries, causally
     # Queries to come are most like the recent ones, and stand as far as those from what they look at.
     recency: float = 3.0
     round_robin: bool = True  # one query head of a group at each of these positions, in turn

@@ -128,7 +128,8 @@ def test_one_head_each():
     q = torch.arange(2 * 6 * 7).reshape(2, 6, 7, 1).float()
     q_pos = torch.tensor([[3, 5, 6, 7, 8, 9, 10], [-1, 0, 2, -1, 4, 5, -1]], dtype=torch.int32)
     one = one_head_each(Observation(q, q_pos, 0.5), 2)
-    assert one.q.shape == (2, 2, 7, 1) and one.q_pos is q_pos and one.scale == 0.5
+    assert one.q.shape == (2, 2, 16, 1) and one.scale == 0.5
+    assert torch.equal(one.q_pos[:, :7], q_pos) and (one.q_pos[:, 7:] == -1).all()
     for b in range(2):
         for h in range(2):
             turn = 0

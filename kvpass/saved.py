@@ -1,0 +1,150 @@
+"""A cache as a safetensors file: resume a conversation, or answer questions about a document compressed earlier."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kvpass.cache import CacheError, RaggedCache, Tail
+from kvpass.kernels.layout import Store
+from kvpass.runtime import Runtime
+
+SCHEMA = 1
+_SAMPLES = 64  # values of each weight that enter the fingerprint
+
+
+def save(cache: RaggedCache, path: str | os.PathLike) -> None:
+    """Write ``cache`` to ``path`` (safetensors), whole or not at all.
+
+    Raises:
+        CacheError: the cache is empty, or in the middle of a prompt.
+        OSError: the file cannot be written.
+    """
+    if cache.seen is None:
+        raise CacheError("the cache is empty; there is nothing to save")
+    if cache.pending or cache.prompt_end is not None:
+        raise CacheError("the cache is in the middle of a prompt; save it when the prompt is through")
+    tensors = {name: tensor.contiguous() for name, tensor in _named(cache).items()}
+    facts = {
+        "schema": SCHEMA,
+        "model": fingerprint(cache.owner),
+        "layers": [asdict(layer) for layer in cache.specs],
+        "columns": cache.columns,
+        "padded": cache.padded,
+        "spare_slots": cache.spare_slots,
+        "cursors": {str(window): tail.cursor for window, tail in cache.tails.items()},
+        "digest": _digest(tensors),
+    }
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata={"kvpass": json.dumps(facts)})
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
+    """Read a cache that :func:`save` wrote, for the compiled ``model``.
+
+    Raises:
+        CacheError: the file is no saved cache, is truncated or changed, or belongs to another model, precision or
+            rotary embedding.
+    """
+    handle = getattr(model, "kvpass", None)
+    if handle is None:
+        raise CacheError("load_cache needs a model made by kvpass.compile")
+    runtime: Runtime = handle.runtime
+    facts, tensors = _read(path)
+    if facts["model"] != fingerprint(runtime):
+        raise CacheError(f"{path}: was saved from a model with other weights, precision or rotary embedding")
+    cache = handle.new_cache()
+    if facts["layers"] != [asdict(layer) for layer in cache.specs]:
+        raise CacheError(f"{path}: was saved from a model with other layers")
+    try:
+        _restore(cache, facts, tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CacheError(f"{path}: is not a complete saved cache ({error})") from error
+    return cache
+
+
+def fingerprint(runtime: Runtime) -> str:
+    """Identifies weights and buffers (rotary frequencies among them) by name, shape, dtype and sampled values."""
+    digest = hashlib.sha256()
+    module = runtime.step.module
+    for name, tensor in sorted([*module.named_parameters(), *module.named_buffers()]):
+        flat = tensor.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_bytes(sample))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()
+
+
+def _named(cache: RaggedCache) -> dict[str, Tensor]:
+    found = {"seen": cache.seen}
+    for window, tail in cache.tails.items():
+        found[f"tail.{window}.pos"] = tail.pos
+    for index, store in enumerate(cache.stores):
+        found |= {f"{index}.{name}": tensor for name, tensor in vars(store).items()}
+        found |= {f"{index}.tail_k": cache.keys[index], f"{index}.tail_v": cache.values[index]}
+    return found
+
+
+def _read(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            facts = json.loads((file.metadata() or {}).get("kvpass", "null"))
+            if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+                raise CacheError(f"{path}: is not a cache saved by this version of kvpass")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except FileNotFoundError:
+        raise CacheError(f"{path}: no such file") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(f"{path}: is truncated or not a safetensors file ({error})") from error
+    if facts.get("digest") != _digest(tensors):
+        raise CacheError(f"{path}: was changed after it was saved")
+    return facts, tensors
+
+
+def _restore(cache: RaggedCache, facts: dict, tensors: dict[str, Tensor]) -> None:
+    device = next(cache.owner.step.module.parameters()).device
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    cache.seen = tensors["seen"]
+    cache.columns, cache.padded = int(facts["columns"]), bool(facts["padded"])
+    cache.spare_slots = int(facts["spare_slots"])
+    for layer in cache.specs:
+        if layer.window not in cache.tails:
+            pos = tensors[f"tail.{layer.window}.pos"]
+            cache.tails[layer.window] = Tail(layer.window, pos, int(facts["cursors"][str(layer.window)]))
+    for index in range(len(cache.specs)):
+        store = Store(**{name: tensors[f"{index}.{name}"] for name in Store.__dataclass_fields__})
+        ends = store.row_start + store.row_len
+        if bool((store.row_len < 0).any()) or bool((store.row_start < 0).any()) or int(ends.max()) > store.k.shape[0]:
+            raise ValueError(f"rows of layer {index} lie outside its store")
+        cache.stores.append(store)
+        cache.keys.append(tensors[f"{index}.tail_k"])
+        cache.values.append(tensors[f"{index}.tail_v"])

@@ -1,0 +1,66 @@
+"""A cache on disk."""
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import models
+from tests.conftest import prompt
+
+
+def run(model, cache, ids):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits[:, -1]
+
+
+@pytest.fixture
+def saved(compiled, tmp_path):
+    model = compiled("qwen2_mixed")
+    cache = model.kvpass.new_cache()
+    run(model, cache, prompt(40, 2))
+    run(model, cache, prompt(1, 2))
+    cache.save(tmp_path / "cache.safetensors")
+    return model, cache, tmp_path / "cache.safetensors"
+
+
+def test_save_load_continue_is_continue(saved):
+    """A loaded cache goes on bit for bit like the one that was saved."""
+    model, cache, path = saved
+    loaded = kvpass.load_cache(path, model)
+    assert loaded.get_seq_length() == 41 and loaded.entries() == cache.entries()
+    for seed in range(12):  # past the sliding window
+        assert torch.equal(run(model, loaded, prompt(1, 2, seed)), run(model, cache, prompt(1, 2, seed)))
+    assert sorted(p.name for p in path.parent.iterdir()) == ["cache.safetensors"]
+
+
+def test_another_model_is_refused(saved, compiled):
+    """Another model, or the same with one changed weight, is refused with the reason."""
+    _, _, path = saved
+    with pytest.raises(ValueError, match="saved from a model with other weights, precision or rotary embedding"):
+        kvpass.load_cache(path, compiled("llama"))
+    with pytest.raises(ValueError, match="needs a model made by kvpass.compile"):
+        kvpass.load_cache(path, models.tiny("llama"))
+
+
+def test_a_damaged_file_is_refused(saved):
+    """A truncated, tampered or foreign file is refused with the reason; nothing is unpickled."""
+    model, _, path = saved
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="is truncated or not a safetensors file"):
+        kvpass.load_cache(path, model)
+    path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+    with pytest.raises(ValueError, match="was changed after it was saved"):
+        kvpass.load_cache(path, model)
+    torch.save({"a": 1}, path)
+    with pytest.raises(ValueError, match="is truncated or not a safetensors file"):
+        kvpass.load_cache(path, model)
+    with pytest.raises(ValueError, match="no such file"):
+        kvpass.load_cache(path.with_name("nothing"), model)
+
+
+def test_an_empty_cache_is_not_saved(compiled, tmp_path):
+    """There is nothing to save in an empty cache, and no file is left."""
+    with pytest.raises(ValueError, match="the cache is empty"):
+        compiled("llama").kvpass.new_cache().save(tmp_path / "x")
+    assert not list(tmp_path.iterdir())
