@@ -183,7 +183,6 @@ def merge(
     member, target = groups.member, groups.target
     if not member.numel() and not value_fit:
         return out
-    row = member // slots
 
     # Softmax mass A of every group under every query, and sum A^2 pi of every member.
     weight = q.new_zeros(member.shape)
@@ -334,8 +333,8 @@ def _faint(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Groups that the softmax over all entries rounds to nothing, in logs relative to their own peak.
 
-    Returns the groups' indices [F], the log [F] of their heaviest member's mass, their masses [F, R] relative to it,
-    and their members' weights up to a factor per group.
+    Returns the groups' indices [F], the log [F] of their heaviest member's mass, their masses [F, R] relative
+    to it, and their members' weights up to a factor per group.
     """
     slots, dim = entries.k.shape[2:]
     parts = []

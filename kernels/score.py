@@ -88,11 +88,11 @@ def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tup
 class Block:
     """Attention of some queries over every entry. Softmax weights are ``mass / total``.
 
-    A query that is unused or sees nothing has mass 0 everywhere.
+    The logits are scale * q . k + log-vote. A query that is unused or sees nothing has mass 0 everywhere.
     """
 
     at: slice  # which of the grouped queries
-    mass: Tensor  # [B*Hkv, N, r] exponentials of scale * q . k + log-vote, over the query's largest; 0: invisible
+    mass: Tensor  # [B*Hkv, N, r] exponentials relative to the query's largest logit, 0 where invisible
     total: Tensor  # [B*Hkv, r] their sum over N; 1 for a query without mass
     log_z: Tensor  # [B*Hkv, r] log of the softmax denominator; +inf for a query without mass
 

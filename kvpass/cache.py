@@ -33,6 +33,7 @@ class Times:
     prefill: float = 0.0
     compress: float = 0.0
     decode: float = 0.0
+    maintain: float = 0.0  # compression while decoding
     decoded: int = 0  # forwards after the last compression
     chunked: bool = False  # the prompt's earlier chunks are counted, its last one is not yet
 
@@ -86,6 +87,7 @@ class RaggedCache(Cache):
         self.record_past = False
         self.prompt_end: int | None = None  # columns of the prompt that `generate` works on, while it does
         self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
+        self.recent: list[Observed] = []  # queries of the last tokens, where decoding compresses
         self.times = Times()
         self.version = (
             0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
@@ -276,6 +278,10 @@ class RaggedCache(Cache):
             self.stores[index] = Store(**{**vars(store), **rows})
             self.keys[index] = self.keys[index][indices]
             self.values[index] = self.values[index][indices]
+        self.recent = [
+            Observed([query[indices] for query in part.queries], part.pos[indices], part.real[indices])
+            for part in self.recent
+        ]
         self.version += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -316,12 +322,14 @@ class RaggedCache(Cache):
             tail.cursor -= count
         self.columns -= count
         self.seen = self.seen - lost
+        self.recent = self.recent[:-count]
         self.version += 1
 
     def fork(self) -> RaggedCache:
         """An independent continuation: the store's memory is shared, the tail is copied."""
         twin = copy.copy(self)
         twin.stores, twin.times, twin.pending = list(self.stores), replace(self.times), list(self.pending)
+        twin.recent = list(self.recent)
         twin.keys = [key.clone() for key in self.keys]
         twin.values = [value.clone() for value in self.values]
         twin.tails = {

@@ -21,7 +21,7 @@ from kvpass.passes.capture import capture, check_decoder, evaluating
 from kvpass.passes.classify import classify
 from kvpass.passes.clean import clean
 from kvpass.passes.find import find
-from kvpass.passes.hooks import insert_hooks
+from kvpass.passes.hooks import insert_hooks, return_queries
 from kvpass.passes.locality import check_locality
 from kvpass.passes.normalize import normalize
 from kvpass.passes.plan import plan
@@ -49,6 +49,7 @@ def compile(
     budget: float | int = 0.1,
     policy: str | policies.Policy = "keepkv",
     *,
+    decode_budget: float | int | None = None,
     backend: str = "inductor",
 ) -> nn.Module:
     """A model of the same class over the same weights whose KV cache is compressed after each prompt.
@@ -59,6 +60,8 @@ def compile(
             per (layer, KV head) on average. It counts the rows of full-attention layers; sliding-window layers keep
             exactly their window. 1.0 is exact.
         policy: a name of ``kvpass.policies.names()`` or a policy object.
+        decode_budget: how much stays while decoding, in the same units; None lets the cache grow by one entry a row
+            and token. Rows are compressed again whenever they are 32 entries above it.
         backend: ``"inductor"`` lowers the one-token program, ``"eager"`` runs the graphs as they are.
 
     Raises:
@@ -66,14 +69,19 @@ def compile(
         ValueError: a budget, policy or backend that does not exist.
     """
     budget, chosen = Budget.parse(budget), policies.get(policy)
+    bound = None if decode_budget is None else Budget.parse(decode_budget)
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
     model = _original(model)
     checked = _checked(model)
     prefill = insert_hooks(checked.step, Compress(checked.step.layers, chosen, budget))
     _dump(7, "hooks", prefill)
-    lower = Lowering(checked.step, BACKENDS[backend], checked.lowered.setdefault(backend, {}))
-    return bind(model, _runtime(model, checked.plan, prefill, checked.step, chosen, lower), Report.of(checked.plan))
+    step, maintain = checked.step, None
+    if bound is not None:
+        step, maintain = return_queries(step), Compress(step.layers, chosen, bound)
+    lower = Lowering(step, BACKENDS[backend], checked.lowered.setdefault((backend, bound is not None), {}))
+    runtime = _runtime(model, checked.plan, prefill, step, chosen, lower, maintain)
+    return bind(model, runtime, Report.of(checked.plan))
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Checked:
     fingerprint: tuple
     plan: Plan
     step: Program
-    lowered: dict[str, dict[int, Callable]]  # backend -> batch -> callable
+    lowered: dict[tuple[str, bool], dict[int, Callable]]  # backend, returns queries -> batch -> callable
 
 
 _CHECKED: weakref.WeakKeyDictionary[nn.Module, Checked] = weakref.WeakKeyDictionary()
@@ -118,7 +126,9 @@ def _fingerprint(model: nn.Module) -> tuple:
     )
 
 
-def _runtime(model, plan: Plan, prefill: Program, step: Program, policy, lower: Lowering) -> Runtime:
+def _runtime(
+    model, plan: Plan, prefill: Program, step: Program, policy, lower: Lowering, maintain: Compress | None = None
+) -> Runtime:
     return Runtime(
         layers=step.layers,
         prefill=prefill,
@@ -127,6 +137,7 @@ def _runtime(model, plan: Plan, prefill: Program, step: Program, policy, lower: 
         lower=lower,
         dtype=next(model.parameters()).dtype,
         takes_keep=bool(plan.captured.placeholder("keep").users),
+        maintain=maintain,
     )
 
 

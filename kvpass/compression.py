@@ -61,29 +61,34 @@ class Compress(nn.Module):
         now = Observed(observed, positions, (q_pos >= 0).sum(-1))
         if chunk.more:
             return now
-        seen = _joined([*chunk.earlier, now])
         windows = list(dict.fromkeys(layer.window for layer in self.layers))
-        stores: list[Store | None] = [None] * len(self.layers)
-        chosen = [index for index, layer in enumerate(self.layers) if not layer.window]
-        if chosen:
+        labels = torch.zeros_like(q_pos[:, :0])
+        if 0 in windows:
             tail_pos, at = tails[windows.index(0)]
-            positions = tail_pos.clone()
-            first = int(at)
-            positions[:, first : first + q_pos.shape[1]] = q_pos
-            inputs = [
-                (
-                    _entries(state[index], positions),
-                    Observation(seen.queries[index], seen.pos, self.layers[index].scale),
-                )
-                for index in chosen
-            ]
-            lengths = (torch.maximum(q_pos.amax(-1), positions.amax(-1)).long() + 1).tolist()
-            for index, kept in zip(chosen, self.policy.compress(inputs, self.budget, lengths), strict=True):
-                stores[index] = pack(kept)
+            labels = tail_pos.clone()
+            labels[:, int(at) : int(at) + q_pos.shape[1]] = q_pos
+        stores = self.pack_rows(state, labels, joined([*chunk.earlier, now]))
         return Compressed(stores, time.perf_counter() - started)
 
+    @torch.no_grad()
+    def pack_rows(self, state: list[list[Tensor]], tail_pos: Tensor, seen: Observed) -> list[Store | None]:
+        """Compress store and tail of every full-attention layer; ``tail_pos`` [B, T] labels the tail's slots."""
+        stores: list[Store | None] = [None] * len(self.layers)
+        chosen = [index for index, layer in enumerate(self.layers) if not layer.window]
+        if not chosen:
+            return stores
+        inputs = [
+            (_entries(state[index], tail_pos), Observation(seen.queries[index], seen.pos, self.layers[index].scale))
+            for index in chosen
+        ]
+        lengths = (tail_pos.amax(-1).long() + 1).tolist()
+        for index, kept in zip(chosen, self.policy.compress(inputs, self.budget, lengths), strict=True):
+            stores[index] = pack(kept)
+        return stores
 
-def _joined(parts: list[Observed]) -> Observed:
+
+def joined(parts: list[Observed]) -> Observed:
+    """Observations of consecutive pieces as one."""
     if len(parts) == 1:
         return parts[0]
     queries = [torch.cat(layer, 2) for layer in zip(*(part.queries for part in parts), strict=True)]

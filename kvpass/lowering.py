@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
 
 from kvpass.passes.evaluate import attribute
 from kvpass.passes.regions import Region, cut, is_state
@@ -34,9 +35,9 @@ class Lowered:
     constants: tuple  # slot -> weight, or None where a value goes
     arguments: tuple[int, ...]  # slots of the program's inputs
     calls: tuple[_Call, ...]
-    result: int
+    result: int | tuple[int, ...]
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
         values = list(self.constants)
         for slot, value in zip(self.arguments, inputs, strict=True):
             values[slot] = value
@@ -45,7 +46,9 @@ class Lowered:
                 call.outputs, call.run(*[values[slot] for slot in call.inputs]), strict=True
             ):
                 values[slot] = value
-        return values[self.result]
+        if isinstance(self.result, int):
+            return values[self.result]
+        return tuple(values[slot] for slot in self.result)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def inductor(program: Program, batch: int) -> Callable:
         constants=tuple(attribute(program, node) if node.op == "get_attr" else None for node in slots),
         arguments=tuple(slots[node] for node in slots if node.op == "placeholder"),
         calls=tuple(calls),
-        result=slots[next(node for node in slots if node.op == "output").args[0]],
+        result=map_arg(next(node for node in slots if node.op == "output").args[0], slots.__getitem__),
     )
 
 

@@ -172,6 +172,7 @@ class CacheReport:
         ]
         times = self.seconds
         per_token = f", {1e3 * times['decode'] / times['decoded']:.1f} ms/token" if times["decoded"] else ""
+        maintain = f", compress while decoding {times['maintain']:.2f} s" if times["maintain"] else ""
         return "\n".join(
             [
                 tabulate(table, head, floatfmt=".2f"),
@@ -179,6 +180,6 @@ class CacheReport:
                 f"{self.mib:.1f} MiB of storage (a full cache: {self.full_mib:.1f} MiB), "
                 f"{self.tokens_seen} tokens in {self.batch} sequence(s)",
                 f"prefill {times['prefill']:.2f} s, compress {times['compress']:.2f} s, decode {times['decode']:.2f} s"
-                f"{per_token}; attention by {self.attend}",
+                f"{per_token}{maintain}; attention by {self.attend}",
             ]
         )

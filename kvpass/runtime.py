@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kvpass.cache import CacheError, Observed, RaggedCache, Times
-from kvpass.compression import Chunk, Compressed
+from kvpass.compression import Chunk, Compress, Compressed, joined
 from kvpass.passes.spec import LayerSpec, Program
 from kvpass.policies.base import Policy
+
+SLACK = 32  # tokens a row may grow beyond its decode budget before it is compressed again
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Runtime:
     lower: Callable[[int], Callable]  # batch -> the step program for one token
     dtype: torch.dtype
     takes_keep: bool
+    maintain: Compress | None = None  # compresses while decoding; the step program then returns its queries
 
     def new_cache(self) -> RaggedCache:
         """An empty cache for this model."""
@@ -93,22 +96,45 @@ class Runtime:
         else:
             program = self.lower(batch) if length == 1 else self.step.module
             logits = program(*inputs, *state)
+            if self.maintain is not None:
+                logits, *queries = logits
+                result = Observed(queries, q_pos, (q_pos >= 0).sum(-1))
         cache.keys, cache.values = keys, values
         cache.commit(q_pos)
         spent = time.perf_counter() - started
         if isinstance(result, Compressed):
             cache.replace_stores(result.stores)
-            cache.pending = []
+            cache.pending, cache.recent = [], []
             earlier = cache.times.prefill if cache.times.chunked else 0.0
             cache.times = Times(prefill=earlier + spent - result.seconds, compress=result.seconds)
-        elif isinstance(result, Observed):
+        elif compresses:
             cache.pending.append(result)
             cache.times.prefill = spent + (cache.times.prefill if cache.times.chunked else 0.0)
             cache.times.chunked = True
         else:
             cache.times.decode += spent
             cache.times.decoded += 1
+            if self.maintain is not None:
+                self._maintain(cache, result)
         return logits if self.takes_keep else logits[:, keep]
+
+    def _maintain(self, cache: RaggedCache, latest: Observed) -> None:
+        """Bring the cache back to the decode budget once it is ``SLACK`` entries a row above it."""
+        started = time.perf_counter()
+        cache.recent = [*cache.recent, latest][-self.policy.window :]
+        rows = sum(layer.kv_heads for layer in self.layers if not layer.window)
+        if not rows or cache.record_past or cache.tails[0].cursor < SLACK:
+            return
+        stored = sum(store.k.shape[0] for store in cache.stores)
+        allowed = sum(self.maintain.budget.total(cache.seen.tolist(), rows))
+        if stored + rows * cache.batch_size * cache.tails[0].cursor < allowed + rows * cache.batch_size * SLACK:
+            return
+        state = [
+            [store.k, store.v, store.log_votes, store.row_start, store.row_len, key, value, store.tokens, store.pos]
+            for store, key, value in zip(cache.stores, cache.keys, cache.values, strict=True)
+        ]
+        cache.replace_stores(self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent)))
+        cache.times.maintain += time.perf_counter() - started
 
     def _prefill(self, cache: RaggedCache, inputs: list, state: list[Tensor]) -> tuple[Tensor, Compressed | Observed]:
         q_pos = inputs[3]

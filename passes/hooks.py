@@ -57,6 +57,18 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
     return Program(module, program.layers)
 
 
+def return_queries(program: Program) -> Program:
+    """A copy of ``program`` that returns ``(logits, query of layer 0, query of layer 1, ...)``, each [B, Hq, S, Dk].
+
+    Compression while decoding judges entries by the queries of the last tokens.
+    """
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    logits = graph.graph_copy(program.module.graph, mapping)
+    graph.output((logits, *(node.args[0] for node in graph.nodes if node.target is attend)))
+    return Program(GraphModule(program.module, graph), program.layers)
+
+
 def _observe(graph: Graph, q: Node, index: Node, layer) -> Node:
     wide = graph.call_function(aten.expand.default, (index, [-1, layer.heads, -1, layer.key_dim]))
     return graph.call_function(aten.gather.default, (q, 2, wide))

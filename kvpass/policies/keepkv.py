@@ -43,7 +43,7 @@ class KeepKV(Policy):
     threshold: float = 0.5
     max_votes: int = 64
     excess: float = 2.0  # nats a log-vote may exceed ln(tokens) by
-    references: int = 240  # positions whose queries weigh members; 0: the window's queries, causally
+    references: int = 256  # positions whose queries weigh members; 0: the window's queries, causally
     # Queries to come are most like the recent ones, and stand as far as those from what they look at.
     recency: float = 3.0
     round_robin: bool = True  # one query head of a group at each of these positions, in turn
@@ -91,8 +91,6 @@ class KeepKV(Policy):
         return self.selector.score(entries, seen)
 
     def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
-        if not seen.q.shape[2]:
-            return entries.take(*compact(keep))
         seen = self._weighing(entries, seen)
         blocks = list(attention_blocks(entries, seen, causal=self._causal))
         return self._merge(entries, seen, keep, blocks, attention_rms(entries, seen, blocks=blocks))
@@ -140,7 +138,7 @@ class KeepKV(Policy):
         middle = entries.valid & ~self.pinned(entries)
         open_kept = middle.gather(-1, kept) & kept_used
         candidates = middle & ~keep
-        if not candidates.any():
+        if not candidates.any() or not seen.q.shape[2]:
             return entries.take(kept, kept_used)
         if self.negligible:
             mean = rms.masked_fill(~candidates, 0).sum(-1) / candidates.sum(-1).clamp(min=1)

@@ -77,3 +77,28 @@ def test_a_bad_policy_lists_the_known_ones(tiny_model):
         kvpass.compile(tiny_model("llama"), policy="h3o")
     with pytest.raises(ValueError, match="unknown backend 'tpu'; known: inductor, eager"):
         kvpass.compile(tiny_model("llama"), backend="tpu")
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "keepkv"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_decode_budget_bounds_the_cache(tiny_model, policy, batch):
+    """With decode_budget the cache never holds more than budget + slack entries a row, over 450 steps."""
+    model = kvpass.compile(tiny_model("llama"), budget=0.5, policy=policy, decode_budget=40, backend="eager")
+    cache = stored(model, 60, batch)
+    with torch.no_grad():
+        for step in range(450):
+            logits = model(prompt(1, batch, seed=step), past_key_values=cache).logits
+            assert cache.entries() <= 4 * batch * (40 + 32), step
+    assert torch.isfinite(logits).all() and cache.get_seq_length() == 510
+    assert cache.times.maintain > 0
+
+
+def test_without_a_decode_budget_rows_grow_by_one(compiled):
+    """Without decode_budget each step appends exactly one entry a row, with one vote."""
+    model = compiled("llama", budget=0.3)
+    cache = stored(model, 60)
+    before = cache.entries()
+    with torch.no_grad():
+        for _ in range(10):
+            model(prompt(1), past_key_values=cache)
+    assert cache.entries() == before + 10 * 4

@@ -246,7 +246,15 @@ def test_faint_groups_of_several_queries(below, key_mode):
     )
     for causal in (True, False):
         want, got = (
-            merge(e, Observation(x, observe(q, 12).q_pos, 1.0), kept, used, groups, causal=causal, key_mode=key_mode)
+            merge(
+                e,
+                Observation(x, observe(q, 12).q_pos, 1.0),
+                kept,
+                used,
+                groups,
+                causal=causal,
+                key_mode=key_mode,
+            )
             for e, x in ((exact, q), (rough, q.float()))
         )
         for field in ("k", "v", "log_votes"):

@@ -364,7 +364,9 @@ def test_spread_crowds_towards_the_end(length, references, window):
     assert set(range(max(0, length - window), length)) <= set(at.tolist())
 
 
-@pytest.mark.parametrize("policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)])
+@pytest.mark.parametrize(
+    "policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)]
+)
 def test_shared_attention_changes_nothing(policy):
     """Scoring and merging from one pass over the keys gives what scoring and then merging gives."""
     lengths = [40, 23]
@@ -372,7 +374,9 @@ def test_shared_attention_changes_nothing(policy):
     together = list(policy.compress(layers, Budget.parse(0.3), lengths))
     apart = list(Policy.compress(policy, layers, Budget.parse(0.3), lengths))
     for a, b in zip(together, apart, strict=True):
-        assert all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("k", "v", "log_votes", "tokens", "pos"))
+        assert all(
+            torch.equal(getattr(a, f), getattr(b, f)) for f in ("k", "v", "log_votes", "tokens", "pos")
+        )
 
 
 def test_round_robin_scores_one_head_a_position():
