@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from kvpass import policies
+from kvpass import policies, startup
 from kvpass.binding import Handle, bind
 from kvpass.budget import Budget
 from kvpass.compression import Compress
@@ -80,8 +80,8 @@ def compile(
     if bound is not None:
         step, maintain = return_queries(step), Compress(step.layers, chosen, bound)
     lower = Lowering(step, BACKENDS[backend], checked.lowered.setdefault((backend, bound is not None), {}))
-    runtime = _runtime(model, checked.plan, prefill, step, chosen, lower, maintain)
-    return bind(model, runtime, Report.of(checked.plan))
+    runtime = _runtime(model, prefill, step, chosen, lower, maintain)
+    return bind(model, runtime, checked.report)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Checked:
     """A model that was analysed, rewritten and validated; every budget and policy over it shares this."""
 
     fingerprint: tuple
-    plan: Plan
+    report: Report
     step: Program
     lowered: dict[tuple[str, bool], dict[int, Callable]]  # backend, returns queries -> batch -> callable
 
@@ -104,17 +104,24 @@ def _checked(model: nn.Module) -> Checked:
     known = _CHECKED.get(model)
     if known is not None and known.fingerprint == fingerprint:
         return known
+    stored = startup.load(model)
+    step, report = stored or _rewritten(model)
+    policy, budget = policies.get("streaming"), Budget.parse(1.0)
+    prefill = insert_hooks(step, Compress(step.layers, policy, budget))
+    exact = _runtime(model, prefill, step, policy, Lowering(step, BACKENDS["eager"], {}))
+    with evaluating(model):
+        compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
+    if stored is None:
+        startup.store(model, step, report)
+    _CHECKED[model] = made = Checked(fingerprint, report, step, {})
+    return made
+
+
+def _rewritten(model: nn.Module) -> tuple[Program, Report]:
     found = _analyse(model)
     if found.refusals:
         raise UnsupportedModelError(found.refusals)
-    step = _dump(6, "rewrite", clean(rewrite(found)))
-    policy, budget = policies.get("streaming"), Budget.parse(1.0)
-    prefill = insert_hooks(step, Compress(step.layers, policy, budget))
-    exact = _runtime(model, found, prefill, step, policy, Lowering(step, BACKENDS["eager"], {}))
-    with evaluating(model):
-        compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
-    _CHECKED[model] = made = Checked(fingerprint, found, step, {})
-    return made
+    return _dump(6, "rewrite", clean(rewrite(found))), Report.of(found)
 
 
 def _fingerprint(model: nn.Module) -> tuple:
@@ -122,12 +129,14 @@ def _fingerprint(model: nn.Module) -> tuple:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return (
         getattr(config, "_attn_implementation", None),
-        tuple((name, id(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)) for name, tensor in tensors),
+        tuple(
+            (name, id(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)) for name, tensor in tensors
+        ),
     )
 
 
 def _runtime(
-    model, plan: Plan, prefill: Program, step: Program, policy, lower: Lowering, maintain: Compress | None = None
+    model, prefill: Program, step: Program, policy, lower: Lowering, maintain: Compress | None = None
 ) -> Runtime:
     return Runtime(
         layers=step.layers,
@@ -136,7 +145,7 @@ def _runtime(
         policy=policy,
         lower=lower,
         dtype=next(model.parameters()).dtype,
-        takes_keep=bool(plan.captured.placeholder("keep").users),
+        takes_keep=any(node.target == "keep" and node.users for node in step.module.graph.nodes),
         maintain=maintain,
     )
 
@@ -194,4 +203,3 @@ def _split(runtime: Runtime, ids: torch.Tensor, padding: torch.Tensor, steps: in
         for i in range(length, ids.shape[1])
     ]
     return torch.cat([first, *rest], 1)
-

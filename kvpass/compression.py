@@ -78,7 +78,10 @@ class Compress(nn.Module):
         if not chosen:
             return stores
         inputs = [
-            (_entries(state[index], tail_pos), Observation(seen.queries[index], seen.pos, self.layers[index].scale))
+            (
+                _entries(state[index], tail_pos),
+                Observation(seen.queries[index], seen.pos, self.layers[index].scale),
+            )
             for index in chosen
         ]
         lengths = (tail_pos.amax(-1).long() + 1).tolist()

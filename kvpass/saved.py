@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -80,9 +81,14 @@ def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
 
 def fingerprint(runtime: Runtime) -> str:
     """Identifies weights and buffers (rotary frequencies among them) by name, shape, dtype and sampled values."""
-    digest = hashlib.sha256()
     module = runtime.step.module
-    for name, tensor in sorted([*module.named_parameters(), *module.named_buffers()]):
+    return digest_tensors([*module.named_parameters(), *module.named_buffers()])
+
+
+def digest_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash of names, shapes, dtypes and sampled values."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(named, key=lambda item: item[0]):
         flat = tensor.detach().flatten()
         sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -143,7 +149,11 @@ def _restore(cache: RaggedCache, facts: dict, tensors: dict[str, Tensor]) -> Non
     for index in range(len(cache.specs)):
         store = Store(**{name: tensors[f"{index}.{name}"] for name in Store.__dataclass_fields__})
         ends = store.row_start + store.row_len
-        if bool((store.row_len < 0).any()) or bool((store.row_start < 0).any()) or int(ends.max()) > store.k.shape[0]:
+        if (
+            bool((store.row_len < 0).any())
+            or bool((store.row_start < 0).any())
+            or int(ends.max()) > store.k.shape[0]
+        ):
             raise ValueError(f"rows of layer {index} lie outside its store")
         cache.stores.append(store)
         cache.keys.append(tensors[f"{index}.tail_k"])

@@ -83,9 +83,7 @@ def _classify(captured: Captured, site: Site) -> Mask:
             if _agrees(name, number, seen, case, points, rows, logits.causal)
         ]
         if not hypotheses:
-            raise Unreadable(
-                roots[-1], f"the mask is no known function of positions (with {case.name})"
-            )
+            raise Unreadable(roots[-1], f"the mask is no known function of positions (with {case.name})")
     name, number = hypotheses[0]
     if name not in masks.SUPPORTED:
         raise Unreadable(roots[-1], f"the mask is {name}" + (f"({number})" if number else ""))

@@ -29,7 +29,11 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
     logits = graph.graph_copy(program.module.graph, mapping)
     placeholders = {node.target: node for node in graph.nodes if node.op == "placeholder"}
     last = list(placeholders.values())[-1]
-    for name in ["chunk", "observe_at", *(state_name(i, f) for i in range(len(program.layers)) for f in METADATA)]:
+    for name in [
+        "chunk",
+        "observe_at",
+        *(state_name(i, f) for i in range(len(program.layers)) for f in METADATA),
+    ]:
         with graph.inserting_after(last):
             last = placeholders[name] = graph.placeholder(name)
     columns = placeholders["observe_at"]

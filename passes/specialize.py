@@ -11,6 +11,10 @@ from kvpass.passes.spec import Program
 aten = torch.ops.aten
 
 
+def _is_arithmetic(node: Node) -> bool:
+    return not isinstance(node.target, torch._ops.OpOverload)  # sizes are combined by Python's own operators
+
+
 def specialize(program: Program, batch: int) -> Program:
     """A copy of ``program`` in which every size of ``input_ids`` [B, S] is the integer ``batch`` or 1."""
     graph = Graph()
@@ -25,7 +29,7 @@ def specialize(program: Program, batch: int) -> Program:
         elif isinstance(node.meta.get("val"), torch.SymInt) and all(
             arg in known for arg in node.all_input_nodes
         ):
-            known[node] = int(node.target(*map_arg(node.args, known.__getitem__), **node.kwargs))
+            known[node] = node.target(*map_arg(node.args, known.__getitem__), **node.kwargs)
     for node, size in known.items():
         for user in list(node.users):
             user.args = map_arg(user.args, lambda arg, node=node, size=size: size if arg is node else arg)

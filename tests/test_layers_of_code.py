@@ -10,7 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {  # folder -> what its files never import
-    "passes": ("kvpass.policies", "kvpass.cache", "kvpass.binding", "kvpass.runtime", "kvpass.models", "transformers"),
+    "passes": (
+        "kvpass.policies",
+        "kvpass.cache",
+        "kvpass.binding",
+        "kvpass.runtime",
+        "kvpass.models",
+        "transformers",
+    ),
     "kernels": ("kvpass.passes", "kvpass.policies", "kvpass.models", "kvpass.cache", "transformers"),
     "models": ("kvpass.passes", "kvpass.kernels", "kvpass.policies", "kvpass.cache"),
 }
@@ -39,10 +46,16 @@ def test_no_model_decides_in_a_pass():
         tree = ast.parse(path.read_text())
         words = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
         words += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        words += [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        words += [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
         for word in words:
             assert not re.search(FAMILIES, word, re.IGNORECASE), f"{path}: {word}"
-            assert word not in ("model_type", "layer_types", "sliding_window", "architectures"), f"{path}: {word}"
+            assert word not in ("model_type", "layer_types", "sliding_window", "architectures"), (
+                f"{path}: {word}"
+            )
 
 
 def test_import_does_no_work():

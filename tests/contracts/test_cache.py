@@ -109,7 +109,10 @@ def test_reordering_is_right_for_every_tensor(compiled):
     run(model, cache, prompt(1, 3))
     twin = cache.fork()
     twin.reorder_cache(torch.tensor([2, 0, 0]))
-    logits, taken = run(model, cache.fork(), prompt(1, 3, seed=4)), run(model, twin, prompt(1, 3, seed=4)[[2, 0, 0]])
+    logits, taken = (
+        run(model, cache.fork(), prompt(1, 3, seed=4)),
+        run(model, twin, prompt(1, 3, seed=4)[[2, 0, 0]]),
+    )
     torch.testing.assert_close(taken, logits[[2, 0, 0]], rtol=0, atol=1e-6)
     wide = cache.fork()
     wide.batch_repeat_interleave(2)
@@ -185,7 +188,10 @@ def test_introspection_goes_to_the_original(tiny_model, compiled):
     "call, message",
     [
         ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "the prompt is empty; give at least one token"),
-        ({"input_ids": torch.ones(1, 600, dtype=torch.int64)}, "the prompt has 600 tokens, and the model has only 512"),
+        (
+            {"input_ids": torch.ones(1, 600, dtype=torch.int64)},
+            "the prompt has 600 tokens, and the model has only 512",
+        ),
         ({"inputs_embeds": torch.zeros(1, 4, 64)}, "inputs_embeds is not supported by a compiled model"),
         (
             {"input_ids": torch.ones(1, 4, dtype=torch.int64), "attention_mask": torch.ones(1, 1, 4, 4)},
@@ -209,7 +215,9 @@ def test_any_chunking_keeps_the_same_set(compiled, name, policy):
         pieces = filled_with(model, ids, chunk)
         for a, b in zip(whole.stores, pieces.stores, strict=True):
             assert torch.equal(a.pos, b.pos) and torch.equal(a.tokens, b.tokens)
-            torch.testing.assert_close(a.v, b.v, rtol=0, atol=1e-3)  # a least-squares fit on inputs that round apart
+            torch.testing.assert_close(
+                a.v, b.v, rtol=0, atol=1e-3
+            )  # a least-squares fit on inputs that round apart
 
 
 def filled_with(model, ids, chunk):

@@ -9,7 +9,17 @@ from kvpass.kernels.attend import attend
 BATCH, KV_HEADS, DIM = 3, 2, 16
 
 
-def state(group=2, length=1, slots=9, filled=5, stored=(4, 0, 7), window=0, dtype=torch.float32, value_dim=DIM, seed=0):
+def state(
+    group=2,
+    length=1,
+    slots=9,
+    filled=5,
+    stored=(4, 0, 7),
+    window=0,
+    dtype=torch.float32,
+    value_dim=DIM,
+    seed=0,
+):
     """Operator arguments: rows of unequal length, some of them empty, a half-filled tail, one padded sequence."""
     g = torch.Generator().manual_seed(seed)
 
@@ -45,7 +55,13 @@ CASES = {
     "an empty cache": {"length": 12, "slots": 12, "filled": 0, "stored": (0, 0, 0)},
     "a window": {"window": 3, "stored": (0, 0, 0)},
     "a full ring": {"window": 5, "slots": 5, "filled": 8, "stored": (0, 0, 0)},
-    "more new tokens than ring slots": {"window": 5, "slots": 5, "filled": 8, "length": 7, "stored": (0, 0, 0)},
+    "more new tokens than ring slots": {
+        "window": 5,
+        "slots": 5,
+        "filled": 8,
+        "length": 7,
+        "stored": (0, 0, 0),
+    },
     "multi-query attention": {"group": 8},
     "values of another size": {"value_dim": 24},
 }
@@ -76,7 +92,9 @@ def test_softcap_and_sinks(softcap, sinks, length):
     torch.testing.assert_close(packed_sdpa.attend(*clone(arguments)), expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float64, 1e-12)]
+)
 @pytest.mark.parametrize("length", [1, 20])
 def test_other_dtypes(dtype, tolerance, length):
     """Half precision stays within its rounding, fp64 within fp64's."""
@@ -92,7 +110,10 @@ def test_integer_votes_equal_repeated_entries():
     voted = clone(arguments)
     voted[6] = votes.float().log()
     repeated = clone(arguments)
-    repeated[4], repeated[5] = arguments[4].repeat_interleave(votes, 0), arguments[5].repeat_interleave(votes, 0)
+    repeated[4], repeated[5] = (
+        arguments[4].repeat_interleave(votes, 0),
+        arguments[5].repeat_interleave(votes, 0),
+    )
     repeated[6] = torch.zeros(int(votes.sum()))
     lengths = torch.stack([
         votes[int(s) : int(s) + int(n)].sum()

@@ -15,7 +15,9 @@ def sites(model):
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("name, heads", [("llama", (4, 2)), ("llama_mqa", (4, 1)), ("llama_mha", (4, 4)), ("gpt2", (4, 4))])
+@pytest.mark.parametrize(
+    "name, heads", [("llama", (4, 2)), ("llama_mqa", (4, 1)), ("llama_mha", (4, 4)), ("gpt2", (4, 4))]
+)
 def test_keys_are_cached_before_they_are_repeated(tiny_model, name, heads, attn):
     """The cached key and value have the model's KV heads, not its query heads."""
     for site in sites(tiny_model(name, attn)):

@@ -58,7 +58,9 @@ def test_encoder_decoder_is_refused():
     config = AutoConfig.for_model(
         "t5", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0
     )
-    with pytest.raises(kvpass.UnsupportedModelError, match="is an encoder-decoder, and only decoders are supported"):
+    with pytest.raises(
+        kvpass.UnsupportedModelError, match="is an encoder-decoder, and only decoders are supported"
+    ):
         kvpass.compile(AutoModelForSeq2SeqLM.from_config(config))
 
 
