@@ -1,4 +1,4 @@
-"""The operator ``kvpass::linear``: ``x W^T + b`` for the few rows of a decode step."""
+"""The operator ``kvpass::linears``: several ``x W^T + b`` of one x, for the few rows of a decode step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ import torch
 from kvpass.kernels import cpu
 
 _library = torch.library.Library("kvpass", "FRAGMENT")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_library.define("linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]")
 
 
-@torch.library.register_fake("kvpass::linear", lib=_library)
-def _fake(x, weight, bias=None):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+@torch.library.register_fake("kvpass::linears", lib=_library)
+def _fake(x, weights, biases):
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
 
-def _cpu(x, weight, bias=None):
-    run = cpu.linear if cpu.supports_linear(x, weight, bias) else torch.nn.functional.linear
-    return run(x, weight, bias)
+_library.impl("linears", cpu.linears, "CPU")
 
-
-_library.impl("linear", _cpu, "CPU")
-_library.impl("linear", torch.nn.functional.linear, "CUDA")
-
-linear = torch.ops.kvpass.linear.default
+linears = torch.ops.kvpass.linears.default

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from kvpass.passes.evaluate import attribute
 from kvpass.passes.regions import Region, cut, is_state
-from kvpass.passes.skinny import use_skinny_linear
+from kvpass.passes.skinny import use_skinny_linears
 from kvpass.passes.spec import Program
 from kvpass.passes.specialize import specialize
 from kvpass.progress import bar
@@ -75,7 +75,7 @@ def inductor(program: Program, batch: int) -> Callable:
 
     Rows and tails may have any length without recompiling. Layers that are the same function are compiled once.
     """
-    program = use_skinny_linear(specialize(program, batch), rows=batch)
+    program = use_skinny_linears(specialize(program, batch), rows=batch)
     regions = cut(program)
     sample = _Sampler(program, batch)
     slots: dict[Node, int] = {}
@@ -108,7 +108,11 @@ def _compile(region: Region, examples: Sequence[Tensor]) -> Callable:
         GraphModule(region.module, region.module.graph),
         fullgraph=True,
         dynamic=False,
-        options={"guard_filter_fn": lambda guards: [False] * len(guards)},
+        options={
+            "guard_filter_fn": lambda guards: [False] * len(guards),
+            "cpp.threads": 1,
+            "size_asserts": False,
+        },
     )
     for node, value in zip(region.inputs, examples, strict=True):
         if is_state(node):

@@ -8,21 +8,29 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .build import available, library, why_not
 
-__all__ = ["attend", "available", "linear", "read_stream", "supports_attend", "supports_linear", "why_not"]
+__all__ = ["attend", "available", "linear", "linears", "read_stream", "supports_attend", "supports_linear", "why_not"]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE = 512  # keys per unit of work
+MAX_LAYERS = 16  # linears in one call, as in linear.cpp
 MAX_LINEAR_ROWS = 8  # beyond this a blocked matrix product wins
 
 # The argument structs of attend.cpp and linear.cpp: one pointer crosses the boundary instead of 52 values.
 _ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 3q 2d")
 _LINEAR_ARGS = struct.Struct("4P 4q 3q q")
+
+
+_SIGNATURES = {
+    "kvpass_attend": [ctypes.c_char_p],
+    "kvpass_linears": [ctypes.c_char_p, ctypes.c_int64],
+}
 
 
 @functools.cache
@@ -31,7 +39,7 @@ def _function(name: str):
     if lib is None:
         raise RuntimeError(f"CPU kernels unavailable: {why_not()}")
     function = getattr(lib, name)
-    function.argtypes = [ctypes.c_char_p]
+    function.argtypes = _SIGNATURES[name]
     function.restype = ctypes.c_int
     return function
 
@@ -112,28 +120,39 @@ def attend(
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear`` for a few rows of x [..., K] and a contiguous weight [N, K]."""
-    out_features, in_features = weight.shape
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """``torch.nn.functional.linear`` of a few rows x [..., K] with each weight [N, K], at most ``MAX_LAYERS``."""
     x = x.contiguous()
-    y = x.new_empty((*x.shape[:-1], out_features))
-    arguments = _LINEAR_ARGS.pack(
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        x.numel() // in_features,
-        in_features,
-        out_features,
-        in_features,
-        TYPES[x.dtype],
-        TYPES[weight.dtype],
-        0 if bias is None else TYPES[bias.dtype],
-        torch.get_num_threads(),
-    )
-    if _function("kvpass_linear")(arguments):
-        raise MemoryError("linear: no memory for a copy of x")
-    return y
+    in_features = x.shape[-1]
+    rows, threads, kind = x.numel() // in_features, torch.get_num_threads(), TYPES[x.dtype]
+    results, packed = [], []
+    for weight, bias in zip(weights, biases, strict=True):
+        y = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        results.append(y)
+        packed.append(
+            _LINEAR_ARGS.pack(
+                x.data_ptr(),
+                weight.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+                rows,
+                in_features,
+                weight.shape[0],
+                in_features,
+                kind,
+                TYPES[weight.dtype],
+                0 if bias is None else TYPES[bias.dtype],
+                threads,
+            )
+        )
+    if _function("kvpass_linears")(b"".join(packed), len(packed)):
+        raise MemoryError("linears: no memory for a copy of x")
+    return results
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linears` with one weight."""
+    return linears(x, (weight,), (bias,))[0]
 
 
 def supports_attend(

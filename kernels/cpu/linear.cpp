@@ -19,6 +19,7 @@ struct LinearArgs {
 
 namespace {
 
+constexpr int64_t MAX_LAYERS = 16;
 constexpr int64_t BLOCK = 64;  // outputs finished together
 constexpr int64_t BYTES_AHEAD = 8192;
 constexpr int64_t PIECE_BYTES = 2 << 20;    // large weights are cut: a delayed thread holds up one piece
@@ -44,31 +45,44 @@ void outputs(const LinearArgs& a, const float* x, int64_t x_stride, int64_t begi
   }
 }
 
-void linear(const LinearArgs& a, Scratch& scratch) {
-  const int64_t stride = round_up(a.in_features, LANES);
-  float* x = scratch.floats(a.rows * stride);
-  for (int64_t m = 0; m < a.rows; m++) {
-    widen(a.x + m * a.x_stride * bytes_of(a.y_type), a.y_type, x + m * stride, a.in_features);
-    std::fill(x + m * stride + a.in_features, x + (m + 1) * stride, 0.f);
+// `count` layers of the same x in one parallel region: a small weight alone would cost more to share out than to read.
+void linears(const LinearArgs* args, int64_t count, Scratch& scratch) {
+  const LinearArgs& first = args[0];
+  const int64_t stride = round_up(first.in_features, LANES);
+  float* x = scratch.floats(first.rows * stride);
+  for (int64_t m = 0; m < first.rows; m++) {
+    widen(first.x + m * first.x_stride * bytes_of(first.y_type), first.y_type, x + m * stride, first.in_features);
+    std::fill(x + m * stride + first.in_features, x + (m + 1) * stride, 0.f);
   }
-  const int64_t bytes = a.out_features * a.in_features * bytes_of(a.weight_type);
-  const int threads = bytes < SERIAL_BYTES ? 1 : (int)a.threads;
-  const int64_t blocks = (a.out_features + BLOCK - 1) / BLOCK;
-  const int64_t pieces = std::min(blocks, threads * std::max<int64_t>(1, bytes / (threads * PIECE_BYTES)));
+  const auto bytes = [](const LinearArgs& a) { return a.out_features * a.in_features * bytes_of(a.weight_type); };
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; i++) total += bytes(args[i]);
+  const int threads = total < SERIAL_BYTES ? 1 : (int)first.threads;
+  const int64_t goal = std::clamp<int64_t>(total / (threads * 2), SERIAL_BYTES, PIECE_BYTES);
+  int64_t ends[MAX_LAYERS], blocks[MAX_LAYERS], pieces = 0;
+  for (int64_t i = 0; i < count; i++) {
+    blocks[i] = (args[i].out_features + BLOCK - 1) / BLOCK;
+    pieces += std::clamp<int64_t>((bytes(args[i]) + goal - 1) / goal, 1, blocks[i]);
+    ends[i] = pieces;
+  }
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
-  for (int64_t p = 0; p < pieces; p++)
-    outputs(a, x, stride, blocks * p / pieces * BLOCK,
-            std::min(a.out_features, blocks * (p + 1) / pieces * BLOCK));
+  for (int64_t p = 0; p < pieces; p++) {
+    int64_t i = 0;
+    while (p >= ends[i]) i++;
+    const int64_t start = i ? ends[i - 1] : 0, mine = ends[i] - start, k = p - start;
+    outputs(args[i], x, stride, blocks[i] * k / mine * BLOCK,
+            std::min(args[i].out_features, blocks[i] * (k + 1) / mine * BLOCK));
+  }
 }
 
 }  // namespace
 }  // namespace kvpass
 
-// 0, or 1 when memory is exhausted.
-extern "C" int kvpass_linear(const kvpass::LinearArgs* args) {
+// 0, or 1 when memory is exhausted. All layers have the x of the first; at most MAX_LAYERS of them.
+extern "C" int kvpass_linears(const kvpass::LinearArgs* args, int64_t count) {
   static thread_local kvpass::Scratch scratch;
   try {
-    kvpass::linear(*args, scratch);
+    kvpass::linears(args, count, scratch);
     return 0;
   } catch (const std::bad_alloc&) {
     return 1;
