@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch._inductor
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from kvpass.passes.evaluate import attribute
 from kvpass.passes.regions import Region, cut, is_state
@@ -17,6 +21,8 @@ from kvpass.passes.spec import Program
 from kvpass.passes.specialize import specialize
 from kvpass.progress import bar
 
+# Pointwise kernels of one token are shorter than waking a thread; sizes were checked when the cache was built.
+INDUCTOR_OPTIONS = {"cpp.threads": 1, "size_asserts": False}
 # Sizes of the sample state: primes, all different, so that no two dimensions are taken for one.
 _STORE, _TAIL, _ROW = 1013, 211, 7
 
@@ -103,24 +109,24 @@ def inductor(program: Program, batch: int) -> Callable:
 
 @torch.no_grad()
 def _compile(region: Region, examples: Sequence[Tensor]) -> Callable:
-    # Nothing is left to guard: the module is frozen and ours, its sizes are fixed or declared dynamic here.
-    run = torch.compile(
-        GraphModule(region.module, region.module.graph),
-        fullgraph=True,
-        dynamic=False,
-        options={
-            "guard_filter_fn": lambda guards: [False] * len(guards),
-            "cpp.threads": 1,
-            "size_asserts": False,
-        },
-    )
-    for node, value in zip(region.inputs, examples, strict=True):
-        if is_state(node):
-            for axis, size in enumerate(value.shape):
-                if size in (_STORE, _TAIL):
-                    torch._dynamo.mark_dynamic(value, axis)
-    run(*examples)
-    return run
+    """Inductor's code for a region, without Dynamo's wrapper around every call: the module is frozen and ours, its
+    sizes are fixed or declared dynamic here, so there is nothing to guard."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+    inputs = [_fake(mode, value, is_state(node)) for node, value in zip(region.inputs, examples, strict=True)]
+    module = GraphModule(region.module, region.module.graph)
+    with mode:
+        FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
+    for node in module.graph.nodes:
+        if node.op != "output":
+            node.meta["example_value"] = node.meta["val"]
+    return torch._inductor.standalone_compile(module, inputs, options={"config_patches": INDUCTOR_OPTIONS})
+
+
+def _fake(mode: FakeTensorMode, value: Tensor, is_state: bool) -> Tensor:
+    kinds = [
+        DimDynamic.DYNAMIC if is_state and size in (_STORE, _TAIL) else DimDynamic.STATIC for size in value.shape
+    ]
+    return mode.from_tensor(value, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
 
 class _Sampler(Interpreter):
