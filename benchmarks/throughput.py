@@ -88,9 +88,7 @@ def run(options: Options, progress: Progress = bar) -> dict:
     return measure(model, tokenizer, options, build, load, progress)
 
 
-def measure(
-    model, tokenizer, options: Options, build: Callable, load: float, progress: Progress = bar
-) -> dict:
+def measure(model, tokenizer, options: Options, build: Callable, load: float, progress: Progress = bar) -> dict:
     """As :func:`run`, on a loaded model; ``build(budget, policy)`` compiles it."""
     import torch
 
@@ -249,9 +247,7 @@ def table(result: dict) -> str:
         f"spread is p10–p90; KL is the mean over the same {meta['forced_positions']} forced positions.",
     ]
     if meta["load_average"] > LOAD_LIMIT:
-        lines.append(
-            f"The machine was busy (load average {meta['load_average']:.1f}): do not trust times and ratios."
-        )
+        lines.append(f"The machine was busy (load average {meta['load_average']:.1f}): do not trust times and ratios.")
     return "\n".join(lines)
 
 

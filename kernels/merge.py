@@ -223,13 +223,9 @@ def merge(
         share = total.index_select(0, target)
         weight = torch.where(share > 0, weight / share, by_votes).unsqueeze(1)
         tokens = _segment_sum(entries.tokens.reshape(-1).index_select(0, member), target, rows * most)
-        tokens = torch.where(
-            groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens
-        )
+        tokens = torch.where(groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens)
 
-        mean = _segment_sum(
-            weight * entries.k.reshape(-1, dim).index_select(0, member).to(dtype), target, rows * most
-        )
+        mean = _segment_sum(weight * entries.k.reshape(-1, dim).index_select(0, member).to(dtype), target, rows * most)
         mean = mean.reshape(rows, most, dim)
         if key_mode != "fixed":
             scaled = mean
@@ -242,9 +238,7 @@ def merge(
             # The log-vote below must answer for the key that decoding will read, so round it to storage
             # first.
             k = torch.where(merged.unsqueeze(-1), scaled.to(entries.k.dtype).to(dtype), k)
-        average = _segment_sum(
-            weight * v.reshape(rows * slots, -1).index_select(0, member), target, rows * most
-        )
+        average = _segment_sum(weight * v.reshape(rows * slots, -1).index_select(0, member), target, rows * most)
         value = torch.where(merged.unsqueeze(-1), average.reshape(rows, most, -1), value)
 
     logits = torch.bmm(k, q.transpose(1, 2)) if member.numel() or value_fit else None
@@ -281,9 +275,7 @@ def merge(
     )
 
 
-def fit_values(
-    logits: Tensor, counts: Tensor, value: Tensor, full: Tensor, free: Tensor, *, ridge: float
-) -> Tensor:
+def fit_values(logits: Tensor, counts: Tensor, value: Tensor, full: Tensor, free: Tensor, *, ridge: float) -> Tensor:
     """Move values so that compressed attention returns the full output, staying near where they are.
 
     V' = V + (X^T X + lam I)^-1 X^T (Y - X V) with X the softmax of the compressed logits and Y the full

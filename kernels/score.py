@@ -126,9 +126,7 @@ def attention_blocks(entries: Entries, seen: Observation, *, causal: bool) -> It
         yield Block(at, mass, total.masked_fill(blind, 1).squeeze(1), log_z.squeeze(1))
 
 
-def attention_mass(
-    entries: Entries, seen: Observation, *, causal: bool = True, per_head: bool = False
-) -> Tensor:
+def attention_mass(entries: Entries, seen: Observation, *, causal: bool = True, per_head: bool = False) -> Tensor:
     """Softmax weight each entry receives, summed over the observed queries.
 
     Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for

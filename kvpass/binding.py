@@ -167,15 +167,11 @@ def _check(model, handle: Handle, cache: RaggedCache, input_ids, attention_mask)
         raise InputError("the prompt is empty; give at least one token")
     length, limit = input_ids.shape[1], _positions_limit(model)
     if length > 1 and limit is not None and cache.columns + length > limit:
-        raise InputError(
-            f"the prompt has {cache.columns + length} tokens, and the model has only {limit} positions"
-        )
+        raise InputError(f"the prompt has {cache.columns + length} tokens, and the model has only {limit} positions")
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
-        raise InputError(
-            "attention_mask must be [batch, length]; the compiled graph makes its own causal mask"
-        )
+        raise InputError("attention_mask must be [batch, length]; the compiled graph makes its own causal mask")
     if attention_mask.shape[1] < length:
         raise InputError(f"attention_mask covers {attention_mask.shape[1]} tokens, the input has {length}")
     padding = attention_mask[:, -length:].to(torch.bool)

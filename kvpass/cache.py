@@ -17,9 +17,7 @@ from kvpass.kernels.layout import Store
 from kvpass.passes.spec import KVPassError, LayerSpec
 
 ROLLBACK_SLOTS = 64  # tokens that crop() can take back from a sliding layer while recording
-TAIL_SLOTS = (
-    64  # smallest tail; later growth doubles, so appending copies each token a bounded number of times
-)
+TAIL_SLOTS = 64  # smallest tail; later growth doubles, so appending copies each token a bounded number of times
 
 
 class CacheError(KVPassError, ValueError):
@@ -81,17 +79,13 @@ class RaggedCache(Cache):
         self.tails: dict[int, Tail] = {}
         self.keys: list[Tensor] = []  # per layer [B, Hkv, T, Dk]
         self.values: list[Tensor] = []
-        self.spare_slots = (
-            0  # sliding layers: slots beyond the window, for padding inside a turn and for rollback
-        )
+        self.spare_slots = 0  # sliding layers: slots beyond the window, for padding inside a turn and for rollback
         self.record_past = False
         self.prompt_end: int | None = None  # columns of the prompt that `generate` works on, while it does
         self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
         self.recent: list[Observed] = []  # queries of the last tokens, where decoding compresses
         self.times = Times()
-        self.version = (
-            0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
-        )
+        self.version = 0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
 
     # -- what transformers asks -------------------------------------------------------------------------------------
 
@@ -179,9 +173,7 @@ class RaggedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of the storages that the cache holds: metadata and slack included, shared ones counted once."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors()
-        }
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors()}
         return sum(storage.nbytes() for storage in storages.values())
 
     # -- room -------------------------------------------------------------------------------------------------------
@@ -251,12 +243,8 @@ class RaggedCache(Cache):
             full.pos = full.pos[:, :0]
             for index, layer in enumerate(self.specs):
                 if not layer.window:
-                    self.keys[index] = self.keys[index].new_empty(
-                        *self.keys[index].shape[:2], 0, layer.key_dim
-                    )
-                    self.values[index] = self.values[index].new_empty(
-                        *self.values[index].shape[:2], 0, layer.value_dim
-                    )
+                    self.keys[index] = self.keys[index].new_empty(*self.keys[index].shape[:2], 0, layer.key_dim)
+                    self.values[index] = self.values[index].new_empty(*self.values[index].shape[:2], 0, layer.value_dim)
         self.version += 1
 
     # -- sequences --------------------------------------------------------------------------------------------------
@@ -332,9 +320,7 @@ class RaggedCache(Cache):
         twin.recent = list(self.recent)
         twin.keys = [key.clone() for key in self.keys]
         twin.values = [value.clone() for value in self.values]
-        twin.tails = {
-            window: Tail(window, tail.pos.clone(), tail.cursor) for window, tail in self.tails.items()
-        }
+        twin.tails = {window: Tail(window, tail.pos.clone(), tail.cursor) for window, tail in self.tails.items()}
         return twin
 
     def save(self, path) -> None:

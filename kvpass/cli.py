@@ -97,9 +97,7 @@ def _load(name: str, attn: str):
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, local_files_only=True, attn_implementation=attn
-        ).eval()
+        return AutoModelForCausalLM.from_pretrained(name, local_files_only=True, attn_implementation=attn).eval()
     except Exception as error:  # loaders fail in their own ways, and all of them mean the same to the user
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"cannot load a decoder from {name}: {reason}") from error

@@ -129,9 +129,7 @@ def _fingerprint(model: nn.Module) -> tuple:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return (
         getattr(config, "_attn_implementation", None),
-        tuple(
-            (name, id(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)) for name, tensor in tensors
-        ),
+        tuple((name, id(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)) for name, tensor in tensors),
     )
 
 
@@ -166,16 +164,10 @@ def _analyse(model: nn.Module) -> Plan:
 def _dump(number: int, name: str, state):
     """Write the graph as it is after a pass, when KVPASS_DUMP names a directory."""
     if directory := os.environ.get("KVPASS_DUMP"):
-        module: GraphModule = (
-            state.module if isinstance(state, (Captured, Program)) else state.captured.module
-        )
+        module: GraphModule = state.module if isinstance(state, (Captured, Program)) else state.captured.module
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        notes = (
-            "".join(f"# {line}\n" for line in str(Report.of(state)).splitlines())
-            if isinstance(state, Plan)
-            else ""
-        )
+        notes = "".join(f"# {line}\n" for line in str(Report.of(state)).splitlines()) if isinstance(state, Plan) else ""
         (path / f"{number:02d}_{name}.py").write_text(notes + module.code)
     return state
 

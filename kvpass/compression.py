@@ -107,9 +107,7 @@ def _entries(fields: list[Tensor], positions: Tensor) -> Entries:
     tail = Entries(
         k=tail_k,
         v=tail_v,
-        log_votes=torch.zeros(exact.shape, device=exact.device)
-        .masked_fill(~exact, -torch.inf)[:, None]
-        .expand(shape),
+        log_votes=torch.zeros(exact.shape, device=exact.device).masked_fill(~exact, -torch.inf)[:, None].expand(shape),
         tokens=exact.to(torch.int32)[:, None].expand(shape),
         pos=positions[:, None].expand(shape),
     )

@@ -83,9 +83,7 @@ def run(options: Options, progress: Progress = bar) -> dict:
     ids = prompt(tokenizer, options.length)
     makers = [("untouched model", lambda: model)]
     makers += [(f"budget {budget:g}", partial(build, budget, options.policy)) for budget in options.budgets]
-    answers = [
-        answer(label, make(), tokenizer, ids, options.tokens) for label, make in progress(makers, "answers")
-    ]
+    answers = [answer(label, make(), tokenizer, ids, options.tokens) for label, make in progress(makers, "answers")]
     bench = throughput.Options(
         length=ids.shape[1],
         budgets=tuple(budget for budget in options.budgets if budget != 1.0 or isinstance(budget, int)),
@@ -150,9 +148,7 @@ def columns(answers: list[Answer], width: int) -> str:
     for first in range(0, len(answers), fitting):
         texts = [given.lines(each) for given in answers[first : first + fitting]]
         lines = zip_longest(*texts, fillvalue="")
-        bands.append(
-            "\n".join((" " * GAP).join(f"{cell:<{each}}" for cell in line).rstrip() for line in lines)
-        )
+        bands.append("\n".join((" " * GAP).join(f"{cell:<{each}}" for cell in line).rstrip() for line in lines))
     return "\n\n".join(bands)
 
 

@@ -48,9 +48,7 @@ class Lowered:
         for slot, value in zip(self.arguments, inputs, strict=True):
             values[slot] = value
         for call in self.calls:
-            for slot, value in zip(
-                call.outputs, call.run(*[values[slot] for slot in call.inputs]), strict=True
-            ):
+            for slot, value in zip(call.outputs, call.run(*[values[slot] for slot in call.inputs]), strict=True):
                 values[slot] = value
         if isinstance(self.result, int):
             return values[self.result]
@@ -95,9 +93,7 @@ def inductor(program: Program, batch: int) -> Callable:
         if key not in compiled:
             compiled[key] = _compile(region, examples)
         calls.append(
-            _Call(
-                compiled[key], tuple(slots[n] for n in region.inputs), tuple(slots[n] for n in region.outputs)
-            )
+            _Call(compiled[key], tuple(slots[n] for n in region.inputs), tuple(slots[n] for n in region.outputs))
         )
     return Lowered(
         constants=tuple(attribute(program, node) if node.op == "get_attr" else None for node in slots),
@@ -123,9 +119,7 @@ def _compile(region: Region, examples: Sequence[Tensor]) -> Callable:
 
 
 def _fake(mode: FakeTensorMode, value: Tensor, is_state: bool) -> Tensor:
-    kinds = [
-        DimDynamic.DYNAMIC if is_state and size in (_STORE, _TAIL) else DimDynamic.STATIC for size in value.shape
-    ]
+    kinds = [DimDynamic.DYNAMIC if is_state and size in (_STORE, _TAIL) else DimDynamic.STATIC for size in value.shape]
     return mode.from_tensor(value, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
 
 

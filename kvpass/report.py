@@ -61,9 +61,7 @@ class Report:
 
     def __str__(self) -> str:
         table = [[row.layer, row.status, row.attention, row.mask, row.note] for row in self.rows]
-        verdict = (
-            "every attention layer can be rewritten" if self.supported else "this model cannot be compiled"
-        )
+        verdict = "every attention layer can be rewritten" if self.supported else "this model cannot be compiled"
         return tabulate(table, ["layer", "status", "attention", "mask", "note"]) + f"\n{verdict}"
 
 
@@ -125,9 +123,7 @@ class CacheReport:
             )
             seen = cache.seen.clamp(max=layer.window) if layer.window else cache.seen
             full_entries += int(seen.sum()) * layer.kv_heads
-            full_bytes += (
-                int(seen.sum()) * layer.kv_heads * (layer.key_dim + layer.value_dim) * key.element_size()
-            )
+            full_bytes += int(seen.sum()) * layer.kv_heads * (layer.key_dim + layer.value_dim) * key.element_size()
         return CacheReport(
             layers=tuple(uses),
             tokens_seen=total,
@@ -179,7 +175,8 @@ class CacheReport:
                 f"{self.entries} of {self.full_entries} entries ({100 * self.entries / max(1, self.full_entries):.1f} %), "
                 f"{self.mib:.1f} MiB of storage (a full cache: {self.full_mib:.1f} MiB), "
                 f"{self.tokens_seen} tokens in {self.batch} sequence(s)",
-                f"prefill {times['prefill']:.2f} s, compress {times['compress']:.2f} s, decode {times['decode']:.2f} s"
+                f"prefill {times['prefill']:.2f} s, compress {times['compress']:.2f} s, "
+                f"decode {times['decode']:.2f} s"
                 f"{per_token}{maintain}; attention by {self.attend}",
             ]
         )

@@ -127,10 +127,7 @@ class Runtime:
             return
         stored = sum(store.k.shape[0] for store in cache.stores)
         allowed = sum(self.maintain.budget.total(cache.seen.tolist(), rows))
-        if (
-            stored + rows * cache.batch_size * cache.tails[0].cursor
-            < allowed + rows * cache.batch_size * SLACK
-        ):
+        if stored + rows * cache.batch_size * cache.tails[0].cursor < allowed + rows * cache.batch_size * SLACK:
             return
         state = [
             [
@@ -149,9 +146,7 @@ class Runtime:
         cache.replace_stores(self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent)))
         cache.times.maintain += time.perf_counter() - started
 
-    def _prefill(
-        self, cache: RaggedCache, inputs: list, state: list[Tensor]
-    ) -> tuple[Tensor, Compressed | Observed]:
+    def _prefill(self, cache: RaggedCache, inputs: list, state: list[Tensor]) -> tuple[Tensor, Compressed | Observed]:
         q_pos = inputs[3]
         end = cache.columns + q_pos.shape[1] if cache.prompt_end is None else cache.prompt_end
         later = end - cache.columns - q_pos.shape[1]

@@ -50,7 +50,7 @@ def save(cache: RaggedCache, path: str | os.PathLike) -> None:
     os.close(handle)
     try:
         save_file(tensors, temporary, metadata={"kvpass": json.dumps(facts)})
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
@@ -149,11 +149,7 @@ def _restore(cache: RaggedCache, facts: dict, tensors: dict[str, Tensor]) -> Non
     for index in range(len(cache.specs)):
         store = Store(**{name: tensors[f"{index}.{name}"] for name in Store.__dataclass_fields__})
         ends = store.row_start + store.row_len
-        if (
-            bool((store.row_len < 0).any())
-            or bool((store.row_start < 0).any())
-            or int(ends.max()) > store.k.shape[0]
-        ):
+        if bool((store.row_len < 0).any()) or bool((store.row_start < 0).any()) or int(ends.max()) > store.k.shape[0]:
             raise ValueError(f"rows of layer {index} lie outside its store")
         cache.stores.append(store)
         cache.keys.append(tensors[f"{index}.tail_k"])

@@ -73,7 +73,7 @@ def store(model: nn.Module, program: Program, report: Report) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "w") as file:
             file.write(text)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except (NotSerializable, OSError):
         return
 

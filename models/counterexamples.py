@@ -94,9 +94,7 @@ def recurrent() -> nn.Module:
     """Its second layer is a causal convolution: tokens meet outside attention, in state no KV cache holds."""
     shape = Shape()
     return seeded(
-        lambda: PlainDecoder(
-            shape, [AttentionLayer(shape, attend_sdpa, causal_mask), _ShortConvolution(shape)]
-        )
+        lambda: PlainDecoder(shape, [AttentionLayer(shape, attend_sdpa, causal_mask), _ShortConvolution(shape)])
     )
 
 

@@ -92,9 +92,7 @@ class AttentionLayer(nn.Module):
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         times = self.shape.heads // self.shape.kv_heads
         keep = self._keep(hidden, attention_mask)
-        out = self.attend(
-            q, _repeat_heads(k, times), _repeat_heads(v, times), keep, self.shape.head_dim**-0.5
-        )
+        out = self.attend(q, _repeat_heads(k, times), _repeat_heads(v, times), keep, self.shape.head_dim**-0.5)
         return self.o(out.transpose(1, 2).reshape(batch, length, -1))
 
     def _keep(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -156,9 +154,7 @@ class PlainDecoder(nn.Module):
 def decoder(attend: Attention = attend_sdpa, mask: MaskRule = causal_mask, shape: Shape | None = None):
     """A PlainDecoder whose every layer uses `attend` under `mask`; eval mode, float32, fixed weights."""
     shape = shape or Shape()
-    return seeded(
-        lambda: PlainDecoder(shape, [AttentionLayer(shape, attend, mask) for _ in range(shape.layers)])
-    )
+    return seeded(lambda: PlainDecoder(shape, [AttentionLayer(shape, attend, mask) for _ in range(shape.layers)]))
 
 
 def plain_sdpa() -> nn.Module:

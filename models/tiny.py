@@ -58,9 +58,7 @@ _ROWS = (
     ),
     TinyDecoder("gpt2", "gpt2", {}, "learned positions, fused QKV projection"),
     TinyDecoder("phi", "phi", {"intermediate_size": 128}, "rotary on half of each head, parallel block"),
-    TinyDecoder(
-        "opt", "opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, "learned positions with an offset"
-    ),
+    TinyDecoder("opt", "opt", {"ffn_dim": 128, "word_embed_proj_dim": 64}, "learned positions with an offset"),
 )
 
 TINY = MappingProxyType({row.name: row for row in _ROWS})
@@ -93,6 +91,4 @@ def tiny(name: str, attn: str = "sdpa", **overrides):
         raise TypeError(f"{row.model_type} configs have no keyword {', '.join(map(repr, unknown))}")
 
     config = AutoConfig.for_model(row.model_type, **keywords)
-    return seeded(
-        lambda: AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32)
-    )
+    return seeded(lambda: AutoModelForCausalLM.from_config(config, attn_implementation=attn, dtype=torch.float32))

@@ -129,9 +129,7 @@ def _symbols(placeholders: dict) -> dict[object, str]:
     for name, node in placeholders.items():
         for axis, size in zip(axes[name], node.meta["val"].shape, strict=True):
             if isinstance(size, torch.SymInt):
-                symbols[size.node.expr] = (
-                    axis  # the mask may carry a symbol of its own, equal by construction
-                )
+                symbols[size.node.expr] = axis  # the mask may carry a symbol of its own, equal by construction
             elif name == "input_ids":
                 raise _refuse(f"torch.export fixed the {axis} of its input to the traced {size}")
     return symbols

@@ -168,9 +168,7 @@ def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length:
 
 def _evaluate_mask(captured: Captured, root: Node, case: Case, points: Tensor, length: int) -> Tensor:
     inputs = {"attention_mask": case.padding, "position_ids": case.position_ids}
-    feeds = {
-        node: value for name, value in inputs.items() if (node := captured.placeholder(name)) is not None
-    }
+    feeds = {node: value for name, value in inputs.items() if (node := captured.placeholder(name)) is not None}
     sizes = Sizes(batch=2, length=length)
     ids = captured.placeholder("input_ids")
     for node in backward_slice([root]):

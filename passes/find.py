@@ -34,9 +34,7 @@ def find(captured: Captured) -> Plan:
         except Unreadable as failure:
             refusals.append(refusal(node, failure))
     if not sites and not refusals:
-        refusals.append(
-            Refusal("no attention over the sequence was found", hint="only decoders are supported")
-        )
+        refusals.append(Refusal("no attention over the sequence was found", hint="only decoders are supported"))
     return Plan(captured, tuple(sites), tuple(refusals), tuple(ignored))
 
 

@@ -45,9 +45,7 @@ def find_source(captured: Captured, operand: Node, heads: int, transposed: bool)
     return best
 
 
-def _as_source(
-    captured: Captured, node: Node, operand: Node, heads: int, transposed: bool
-) -> HeadSource | None:
+def _as_source(captured: Captured, node: Node, operand: Node, heads: int, transposed: bool) -> HeadSource | None:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim != 4 or not value.is_floating_point():
         return None

@@ -41,17 +41,10 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
     index = graph.call_function(aten.unsqueeze.default, (index, 1))
     index = graph.call_function(aten.unsqueeze.default, (index, 3))
     sites = [node for node in graph.nodes if node.target is attend]
-    observed = [
-        _observe(graph, site.args[0], index, layer) for site, layer in zip(sites, program.layers, strict=True)
-    ]
+    observed = [_observe(graph, site.args[0], index, layer) for site, layer in zip(sites, program.layers, strict=True)]
     windows = dict.fromkeys(layer.window for layer in program.layers)
-    tails = [
-        [placeholders[tail_name(window, field)] for field in ("tail_pos", "tail_at")] for window in windows
-    ]
-    state = [
-        [placeholders[state_name(i, field)] for field in (*STATE, *METADATA)]
-        for i in range(len(program.layers))
-    ]
+    tails = [[placeholders[tail_name(window, field)] for field in ("tail_pos", "tail_at")] for window in windows]
+    state = [[placeholders[state_name(i, field)] for field in (*STATE, *METADATA)] for i in range(len(program.layers))]
     result = graph.call_module(
         "compress", (observed, columns, placeholders["q_pos"], tails, state, placeholders["chunk"])
     )

@@ -87,9 +87,7 @@ def _leaks(node, before, after, captured, numbers) -> bool:
     """Whether a token other than the changed one differs."""
     shape = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
     if before.shape != after.shape or len(shape) != before.ndim:
-        return (
-            False  # sizes that depend on data, such as expert dispatch: judged where tokens are back in order
-        )
+        return False  # sizes that depend on data, such as expert dispatch: judged where tokens are back in order
     for axis, size in enumerate(shape):
         if not isinstance(size, torch.SymInt):
             continue

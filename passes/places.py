@@ -18,9 +18,7 @@ def layer(node: Node) -> str:
 
 def source(node: Node) -> str:
     """``file.py:line`` of the model's code that made the node, torch's own frames left out."""
-    frames = [
-        frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in frame[0]
-    ]
+    frames = [frame for frame in _FRAME.findall(node.meta.get("stack_trace") or "") if "/torch/" not in frame[0]]
     if not frames:
         return ""
     path, line = frames[-1]

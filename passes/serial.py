@@ -14,10 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 from kvpass.passes.spec import LayerSpec, Program
 
 NAMESPACES = ("aten", "kvpass", "prims")
-SIZE_OPERATORS = {
-    f"operator.{name}": getattr(operator, name)
-    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow", "eq", "ne", "lt", "le", "gt", "ge", "getitem")
-}  # fmt: skip
+_SIZES = "add sub mul floordiv truediv mod neg pow eq ne lt le gt ge getitem"
+SIZE_OPERATORS = {f"operator.{name}": getattr(operator, name) for name in _SIZES.split()}
 _NAMES = {function: name for name, function in SIZE_OPERATORS.items()}
 _TORCH_KINDS = {"dtype": torch.dtype, "memory_format": torch.memory_format, "layout": torch.layout}
 

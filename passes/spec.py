@@ -58,9 +58,7 @@ class Captured:
         return self.module.graph
 
     def placeholder(self, name: str) -> Node | None:
-        return next(
-            (node for node in self.graph.nodes if node.op == "placeholder" and node.target == name), None
-        )
+        return next((node for node in self.graph.nodes if node.op == "placeholder" and node.target == name), None)
 
 
 @dataclass(frozen=True)

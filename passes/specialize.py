@@ -26,9 +26,7 @@ def specialize(program: Program, batch: int) -> Program:
             continue
         if node.target is aten.sym_size.int and node.args[0].target == "input_ids":
             known[node] = (batch, 1)[node.args[1]]
-        elif isinstance(node.meta.get("val"), torch.SymInt) and all(
-            arg in known for arg in node.all_input_nodes
-        ):
+        elif isinstance(node.meta.get("val"), torch.SymInt) and all(arg in known for arg in node.all_input_nodes):
             known[node] = node.target(*map_arg(node.args, known.__getitem__), **node.kwargs)
     for node, size in known.items():
         for user in list(node.users):

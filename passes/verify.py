@@ -15,9 +15,7 @@ LONGEST = 64
 # Relative to the largest logit: rounding of one reordered reduction per layer.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
-Split = Callable[
-    [Tensor, Tensor, int], Tensor
-]  # (ids, padding, steps) -> logits, prompt first and then token by token
+Split = Callable[[Tensor, Tensor, int], Tensor]  # (ids, padding, steps) -> logits, prompt first and then token by token
 
 
 @torch.no_grad()

@@ -36,9 +36,7 @@ def compiled():
 def greedy(model, ids, steps, mask=None, **kwargs):
     """[B, S + steps] greedy tokens."""
     mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(
-        ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=0, **kwargs
-    )
+    return model.generate(ids, attention_mask=mask, max_new_tokens=steps, do_sample=False, pad_token_id=0, **kwargs)
 
 
 def prompt(length, batch=1, seed=0):

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from kvpass.budget import Budget, even_split
 
 
-@pytest.mark.parametrize(
-    "value", [True, False, 0, -1, 0.0, -0.1, 1.5, float("nan"), float("inf"), "0.1", None]
-)
+@pytest.mark.parametrize("value", [True, False, 0, -1, 0.0, -0.1, 1.5, float("nan"), float("inf"), "0.1", None])
 def test_refuses(value):
     """Whatever is not a fraction or a count is refused in one sentence that says what is accepted."""
     with pytest.raises(ValueError, match=r"float in \(0, 1\].*int >= 1"):

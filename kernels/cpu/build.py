@@ -129,9 +129,7 @@ def _compile(compiler: list[str], flags: list[str], path: Path) -> None:
         for source in sorted(HERE.glob("*.cpp")):
             objects.append(str(Path(directory) / f"{source.stem}.o"))
             command = [*compiler, *flags, "-c", str(source), "-o", objects[-1]]
-            jobs.append(
-                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            )
+            jobs.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
         messages = [job.communicate()[1] for job in jobs]
         for job, message in zip(jobs, messages, strict=True):
             if job.returncode:

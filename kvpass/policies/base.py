@@ -33,9 +33,7 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:
-            raise ValueError(
-                f"window must be >= 1 and sinks >= 0, got window={self.window} sinks={self.sinks}"
-            )
+            raise ValueError(f"window must be >= 1 and sinks >= 0, got window={self.window} sinks={self.sinks}")
         if self.allocator not in ALLOCATORS:
             raise ValueError(f"allocator must be one of {', '.join(ALLOCATORS)}, got {self.allocator!r}")
         if not 0 <= self.floor <= 1:

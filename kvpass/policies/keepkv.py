@@ -131,9 +131,7 @@ class KeepKV(Policy):
             return recent_queries(seen, self.window)
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
 
-    def _merge(
-        self, entries: Entries, seen: Observation, keep: Tensor, blocks: list[Block], rms: Tensor
-    ) -> Entries:
+    def _merge(self, entries: Entries, seen: Observation, keep: Tensor, blocks: list[Block], rms: Tensor) -> Entries:
         kept, kept_used = compact(keep)
         middle = entries.valid & ~self.pinned(entries)
         open_kept = middle.gather(-1, kept) & kept_used

@@ -215,9 +215,7 @@ def test_any_chunking_keeps_the_same_set(compiled, name, policy):
         pieces = filled_with(model, ids, chunk)
         for a, b in zip(whole.stores, pieces.stores, strict=True):
             assert torch.equal(a.pos, b.pos) and torch.equal(a.tokens, b.tokens)
-            torch.testing.assert_close(
-                a.v, b.v, rtol=0, atol=1e-3
-            )  # a least-squares fit on inputs that round apart
+            torch.testing.assert_close(a.v, b.v, rtol=0, atol=1e-3)  # a least-squares fit on inputs that round apart
 
 
 def filled_with(model, ids, chunk):

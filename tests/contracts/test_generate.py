@@ -59,13 +59,10 @@ def test_beams_on_a_compressed_cache(compiled):
         for _ in range(steps - 1):
             grown = []
             for (score, tokens), held in zip(hypotheses, caches, strict=True):
-                logits = (
-                    model(torch.tensor([[tokens[-1]]]), past_key_values=held).logits[0, -1].log_softmax(-1)
-                )
+                logits = model(torch.tensor([[tokens[-1]]]), past_key_values=held).logits[0, -1].log_softmax(-1)
                 best = logits.topk(beams)
                 grown += [
-                    (score + float(s), [*tokens, int(t)], held)
-                    for s, t in zip(best.values, best.indices, strict=True)
+                    (score + float(s), [*tokens, int(t)], held) for s, t in zip(best.values, best.indices, strict=True)
                 ]
             grown.sort(key=lambda item: -item[0])
             caches = [held.fork() for _, _, held in grown[:beams]]
@@ -85,9 +82,7 @@ def test_prompt_lookup_equals_greedy(compiled, name):
 def test_assistant_model_equals_greedy(tiny_model, compiled):
     """Assisted decoding with another model gives the same tokens."""
     model, ids = compiled("llama", budget=0.5), prompt(30)
-    assert torch.equal(
-        greedy(model, ids, 16, assistant_model=tiny_model("llama_mqa")), greedy(model, ids, 16)
-    )
+    assert torch.equal(greedy(model, ids, 16, assistant_model=tiny_model("llama_mqa")), greedy(model, ids, 16))
 
 
 def test_several_sequences_per_prompt(compiled):

@@ -92,9 +92,7 @@ def test_softcap_and_sinks(softcap, sinks, length):
     torch.testing.assert_close(packed_sdpa.attend(*clone(arguments)), expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float64, 1e-12)]
-)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("length", [1, 20])
 def test_other_dtypes(dtype, tolerance, length):
     """Half precision stays within its rounding, fp64 within fp64's."""

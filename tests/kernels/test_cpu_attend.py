@@ -110,9 +110,7 @@ def oracle(c: Case) -> Tensor:
         for head in range(heads):
             h = head // group
             row = slice(int(c.row_start[b, h]), int(c.row_start[b, h] + c.row_len[b, h]))
-            keys = torch.cat(
-                [c.store_k[row].double(), torch.cat([c.tail_k[b, h].double(), c.k[b, h].double()])[some]]
-            )
+            keys = torch.cat([c.store_k[row].double(), torch.cat([c.tail_k[b, h].double(), c.k[b, h].double()])[some]])
             values = torch.cat(
                 [c.store_v[row].double(), torch.cat([c.tail_v[b, h].double(), c.v[b, h].double()])[some]]
             )
@@ -251,9 +249,7 @@ def test_integer_votes_equal_repeated_entries():
 def test_order_of_entries_is_free():
     """Permuting the entries of a row changes nothing beyond rounding."""
     case = make()
-    moved = replace(
-        case, store_k=case.store_k.clone(), store_v=case.store_v.clone(), log_votes=case.log_votes.clone()
-    )
+    moved = replace(case, store_k=case.store_k.clone(), store_v=case.store_v.clone(), log_votes=case.log_votes.clone())
     start, n = int(case.row_start[1, 0]), int(case.row_len[1, 0])
     order = start + torch.randperm(n)
     for name in ("store_k", "store_v", "log_votes"):
@@ -290,9 +286,7 @@ def test_ring(tokens):
     """A ring serves every query from what it held before the call, then keeps the last new tokens."""
     slots, window = 8, 8
     case = make(tokens=tokens, slots=slots, used=slots, window=window)
-    positions = torch.arange(
-        1003, 1003 + slots, dtype=torch.int32
-    )  # slot of position p: (p - 1003 + 3) mod 8
+    positions = torch.arange(1003, 1003 + slots, dtype=torch.int32)  # slot of position p: (p - 1003 + 3) mod 8
     case.tail_pos[:] = positions.roll(3)
     case.q_pos[:] = torch.arange(1011, 1011 + tokens, dtype=torch.int32)
     case = replace(case, tail_at=torch.tensor([3]))
@@ -374,9 +368,7 @@ def test_decode_by_steps_equals_one_call():
     """Feeding tokens one by one gives what one call with all of them gives."""
     case = make(tokens=6, slots=40)
     whole, tail_k, _ = case.run_and_append()
-    step = replace(
-        case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone(), tail_pos=case.tail_pos.clone()
-    )
+    step = replace(case, tail_k=case.tail_k.clone(), tail_v=case.tail_v.clone(), tail_pos=case.tail_pos.clone())
     for i in range(6):
         one = slice(i, i + 1)
         at = torch.tensor([17 + i])

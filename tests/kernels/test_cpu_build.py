@@ -111,9 +111,7 @@ def test_builders_do_not_collide(tiny, capfd):
 def test_import_does_no_work(tmp_path):
     """Importing the package neither compiles nor loads anything."""
     code = "import kvpass.kernels.cpu.build as b; assert b._load.cache_info().currsize == 0"
-    subprocess.run(
-        [sys.executable, "-c", code], check=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
     assert not list(tmp_path.iterdir())
 
 
@@ -122,9 +120,7 @@ def test_one_openmp_runtime():
     """The kernels share torch's OpenMP runtime: a second copy would be a second pool of threads."""
     if not cpu.available():
         pytest.skip(str(cpu.why_not()))
-    paths = {
-        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line
-    }
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
     assert len(paths) <= 1
 
 
@@ -133,7 +129,7 @@ SANITIZE_MAIN = r"""
 
 #include <cstdio>
 
-extern "C" int kvpass_linear(const int64_t* args);  // LinearArgs: 8-byte fields only
+extern "C" int kvpass_linears(const int64_t* args, int64_t count);  // LinearArgs: 8-byte fields only
 
 using kvpass::bytes_of;
 
@@ -186,11 +182,13 @@ static void attend(int64_t model, int64_t storage, int64_t dk, int64_t dv, int64
 
 static void linear(int64_t type, int64_t weight_type, int64_t rows, int64_t in, int64_t out) {
   char *x = block(rows * in, type, 3), *w = block(out * in, weight_type, 5), *b = block(out, weight_type, 7);
-  char* y = block(rows * out, type, 1);
-  const int64_t args[12] = {(int64_t)x, (int64_t)w, (int64_t)b, (int64_t)y, rows, in, out, in, type,
-                            weight_type, weight_type, 2};
-  if (kvpass_linear(args)) std::exit(1);
-  for (char* p : {x, w, b, y}) delete[] p;
+  char *y = block(rows * out, type, 1), *z = block(rows, type, 1);  // a second layer of one output
+  const int64_t args[24] = {(int64_t)x, (int64_t)w, (int64_t)b, (int64_t)y, rows, in, out, in,
+                            type,       weight_type, weight_type, 2,
+                            (int64_t)x, (int64_t)w, 0,          (int64_t)z, rows, in, 1,   in,
+                            type,       weight_type, 0,          2};
+  if (kvpass_linears(args, 2)) std::exit(1);
+  for (char* p : {x, w, b, y, z}) delete[] p;
 }
 
 int main() {

@@ -35,9 +35,7 @@ def random(seed, slots=12, dim=8, scale=2.0, dtype=torch.float64, batch=1, heads
 def observe(q, slots):
     """Queries [B, Hq, W, D], the last positions of ``slots``."""
     width = q.shape[2]
-    return Observation(
-        q, torch.arange(slots - width, slots).expand(q.shape[0], -1).int(), q.shape[-1] ** -0.5
-    )
+    return Observation(q, torch.arange(slots - width, slots).expand(q.shape[0], -1).int(), q.shape[-1] ** -0.5)
 
 
 def groups_of(assign, slots):
@@ -66,10 +64,7 @@ def test_lossless_at_the_query(key_mode, size, seed):
     """One query, one head: the merged cache gives the full cache's output in every key mode (Theorem 3)."""
     entries = random(seed)
     entries = Entries(entries.k, entries.v, entries.log_votes.double(), entries.tokens, entries.pos)
-    q = (
-        torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(seed + 99), dtype=torch.float64)
-        * size
-    )
+    q = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(seed + 99), dtype=torch.float64) * size
     seen = observe(q, 12)
     out = merge(entries, seen, *groups_of(ASSIGN, 12), key_mode=key_mode)
     full = attend(entries, q[0, 0], seen.scale)
@@ -93,8 +88,7 @@ def test_storage_precision(dtype, bound, key_mode):
     full = attend(entries, q[0, 0], seen.scale)
     assert (attend(out, q[0, 0], seen.scale) - full).norm() / full.norm() < bound
     log_z = [
-        (seen.scale * e.k[0, 0].double() @ q[0, 0, 0].double() + e.log_votes[0, 0]).logsumexp(0)
-        for e in (out, entries)
+        (seen.scale * e.k[0, 0].double() @ q[0, 0, 0].double() + e.log_votes[0, 0]).logsumexp(0) for e in (out, entries)
     ]
     assert abs(log_z[0] - log_z[1]) < 1e-5
 
@@ -258,9 +252,7 @@ def test_faint_groups_of_several_queries(below, key_mode):
             for e, x in ((exact, q), (rough, q.float()))
         )
         for field in ("k", "v", "log_votes"):
-            torch.testing.assert_close(
-                getattr(got, field), getattr(want, field).float(), rtol=2e-4, atol=2e-4
-            )
+            torch.testing.assert_close(getattr(got, field), getattr(want, field).float(), rtol=2e-4, atol=2e-4)
 
 
 def test_given_blocks():
@@ -270,8 +262,7 @@ def test_given_blocks():
     index, used, groups = groups_of(ASSIGN, 12)
     blocks = list(attention_blocks(entries, seen, causal=False))
     once, again = (
-        merge(entries, seen, index, used, groups, causal=False, value_fit=True, blocks=b)
-        for b in (None, blocks)
+        merge(entries, seen, index, used, groups, causal=False, value_fit=True, blocks=b) for b in (None, blocks)
     )
     assert torch.equal(once.v, again.v) and torch.equal(once.log_votes, again.log_votes)
 
@@ -353,9 +344,7 @@ def test_log_vote_limit():
 def test_without_queries_votes_weigh():
     """No usable query: members weigh by their votes and the votes add up."""
     entries = random(4)
-    seen = Observation(
-        torch.randn(1, 1, 2, 8, dtype=torch.float64), torch.full((1, 2), -1, dtype=torch.int32), 1.0
-    )
+    seen = Observation(torch.randn(1, 1, 2, 8, dtype=torch.float64), torch.full((1, 2), -1, dtype=torch.int32), 1.0)
     out = merge(entries, seen, *groups_of({2: 1}, 12))
     w = entries.tokens[0, 0, 1:3].double()
     torch.testing.assert_close(out.v[0, 0, 1], (w / w.sum()) @ entries.v[0, 0, 1:3], rtol=1e-6, atol=1e-7)
@@ -462,9 +451,7 @@ def test_value_fit_dual_equals_primal():
     free, counts = torch.rand(3, 8, generator=g) < 0.7, torch.ones(3, 6, dtype=torch.bool)
     dual = fit_values(logits, counts, value, full, free, ridge=1e-3)
     pad = torch.nn.functional.pad
-    primal = fit_values(
-        pad(logits, (0, 9)), pad(counts, (0, 9)), value, pad(full, (0, 0, 0, 9)), free, ridge=1e-3
-    )
+    primal = fit_values(pad(logits, (0, 9)), pad(counts, (0, 9)), value, pad(full, (0, 0, 0, 9)), free, ridge=1e-3)
     torch.testing.assert_close(dual, primal, rtol=1e-3, atol=1e-5)  # the spectral norm is iterated
     assert (dual - value)[free].abs().max() > 0.1
 
@@ -478,8 +465,6 @@ def test_value_fit_lowers_the_error():
     rows = q[0].reshape(-1, 8)
     error = [
         (attend(out, rows, seen.scale) - attend(entries, rows, seen.scale)).norm()
-        for out in (
-            merge(entries, seen, *groups_of(assign, 40), causal=False, value_fit=fit) for fit in (False, True)
-        )
+        for out in (merge(entries, seen, *groups_of(assign, 40), causal=False, value_fit=fit) for fit in (False, True))
     ]
     assert error[1] < 0.8 * error[0]

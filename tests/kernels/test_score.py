@@ -70,9 +70,7 @@ def test_mass_and_rms(monkeypatch, causal, block):
     weight = softmax_rows(entries, seen, causal)
     per_head = attention_mass(entries, seen, causal=causal, per_head=True)
     torch.testing.assert_close(per_head, weight.sum(3), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(
-        attention_mass(entries, seen, causal=causal), weight.sum((2, 3)), rtol=1e-12, atol=1e-14
-    )
+    torch.testing.assert_close(attention_mass(entries, seen, causal=causal), weight.sum((2, 3)), rtol=1e-12, atol=1e-14)
     used = (seen.q_pos >= 0).sum(-1)[:, None, None] * 3
     rms = (weight.square().sum((2, 3)) / used).sqrt()
     torch.testing.assert_close(attention_rms(entries, seen, causal=causal), rms, rtol=1e-12, atol=1e-14)
@@ -84,9 +82,7 @@ def test_runs_in_fp32(dtype):
     entries, seen = example(dtype)
     mass = attention_mass(entries, seen)
     assert mass.dtype == torch.float32
-    torch.testing.assert_close(
-        mass.double(), softmax_rows(entries, seen, True).sum((2, 3)), rtol=2e-3, atol=1e-4
-    )
+    torch.testing.assert_close(mass.double(), softmax_rows(entries, seen, True).sum((2, 3)), rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
@@ -94,9 +90,7 @@ def test_logit_shift(shift):
     """A constant added to every logit changes nothing and overflows nowhere."""
     entries, seen = example(torch.float32)
     moved = Entries(entries.k, entries.v, entries.log_votes + shift, entries.tokens, entries.pos)
-    torch.testing.assert_close(
-        attention_mass(moved, seen), attention_mass(entries, seen), rtol=1e-3, atol=1e-5
-    )
+    torch.testing.assert_close(attention_mass(moved, seen), attention_mass(entries, seen), rtol=1e-3, atol=1e-5)
 
 
 def test_no_query_no_mass():

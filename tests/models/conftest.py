@@ -34,9 +34,7 @@ def check_export():
         axes = {0: batch, 1: length}
         logits = _Logits(model)
         with torch.no_grad():
-            program = torch.export.export(
-                logits, inputs(2, 17), dynamic_shapes=(axes, axes, axes), strict=False
-            )
+            program = torch.export.export(logits, inputs(2, 17), dynamic_shapes=(axes, axes, axes), strict=False)
             other = inputs(3, 29)
             return (program.module()(*other) - logits(*other)).abs().max().item()
 

@@ -87,7 +87,5 @@ def test_reads_back_what_was_written(tmp_path):
 def test_missing_gguf_package(monkeypatch, tmp_path):
     """Without the gguf package the error is one sentence with the pip command."""
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"^reading x\.gguf needs the gguf package: pip install gguf$"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r"^reading x\.gguf needs the gguf package: pip install gguf$"):
         LlamaGGUF(tmp_path / "x.gguf")

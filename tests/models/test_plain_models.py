@@ -53,9 +53,7 @@ def test_deterministic_weights(build):
 @torch.no_grad()
 def test_two_spellings_of_one_decoder():
     """plain_sdpa and plain_matmul compute the same logits."""
-    torch.testing.assert_close(
-        plain_sdpa()(_ids()).logits, plain_matmul()(_ids()).logits, atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(plain_sdpa()(_ids()).logits, plain_matmul()(_ids()).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("build", PLAIN, ids=_name)

@@ -64,9 +64,7 @@ def test_converts_and_answers(cache, offline, capsys):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.config._attn_implementation == "sdpa"
     assert tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id) == "<|im_end|>"
-    prompt = tokenizer.apply_chat_template(
-        FRANCE, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(FRANCE, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     assert answer[-1] == tokenizer.eos_token_id

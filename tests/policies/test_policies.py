@@ -33,10 +33,7 @@ def layers_of(policy, lengths, count=3, seed=0):
     result = []
     longest = max(lengths)
     asked = [policy.observe(n) for n in lengths]
-    where = [
-        torch.arange(max(0, n - a), n) if isinstance(a, int) else a
-        for n, a in zip(lengths, asked, strict=True)
-    ]
+    where = [torch.arange(max(0, n - a), n) if isinstance(a, int) else a for n, a in zip(lengths, asked, strict=True)]
     width = max(len(w) for w in where)
     for layer in range(count):
         k = torch.randn(len(lengths), HEADS, longest, DIM, dtype=torch.float64)
@@ -324,9 +321,7 @@ def test_second_compression():
         assert e.tokens.sum(-1).tolist() == [[40] * HEADS, [25] * HEADS]
         assert all(p == sorted(p) for b in range(2) for p in kept(e, b))
     same = list(
-        policy.compress(
-            [(e, s) for e, (_, s) in zip(second, layers, strict=True)], Budget.parse(1.0), [40, 25]
-        )
+        policy.compress([(e, s) for e, (_, s) in zip(second, layers, strict=True)], Budget.parse(1.0), [40, 25])
     )
     for before, after in zip(second, same, strict=True):
         assert torch.equal(before.k, after.k) and torch.equal(before.log_votes, after.log_votes)
@@ -341,9 +336,7 @@ def test_merging_beats_eviction(fit):
     for policy in (merging, evicting):
         layers = layers_of(policy, [60])
         total = 0.0
-        for (entries, seen), out in zip(
-            layers, policy.compress(layers, Budget.parse(0.3), [60]), strict=True
-        ):
+        for (entries, seen), out in zip(layers, policy.compress(layers, Budget.parse(0.3), [60]), strict=True):
             total += (attend(out, seen) - attend(entries, seen)).square().sum()
         error[policy.name] = float(total)
     assert error["keepkv"] < 0.7 * error["reference"]
@@ -364,9 +357,7 @@ def test_spread_crowds_towards_the_end(length, references, window):
     assert set(range(max(0, length - window), length)) <= set(at.tolist())
 
 
-@pytest.mark.parametrize(
-    "policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)]
-)
+@pytest.mark.parametrize("policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)])
 def test_shared_attention_changes_nothing(policy):
     """Scoring and merging from one pass over the keys gives what scoring and then merging gives."""
     lengths = [40, 23]
@@ -374,9 +365,7 @@ def test_shared_attention_changes_nothing(policy):
     together = list(policy.compress(layers, Budget.parse(0.3), lengths))
     apart = list(Policy.compress(policy, layers, Budget.parse(0.3), lengths))
     for a, b in zip(together, apart, strict=True):
-        assert all(
-            torch.equal(getattr(a, f), getattr(b, f)) for f in ("k", "v", "log_votes", "tokens", "pos")
-        )
+        assert all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("k", "v", "log_votes", "tokens", "pos"))
 
 
 def test_round_robin_scores_one_head_a_position():
@@ -424,6 +413,4 @@ def test_scores_are_the_kernels():
     assert torch.equal(score[..., 2:-4], mass[..., 2:-4])
     policy = Reference(window=4, sinks=2, references=9)
     ((entries, seen),) = layers_of(policy, [30], count=1)
-    assert torch.equal(
-        policy.score(entries, seen)[..., 2:-4], attention_rms(entries, seen).float()[..., 2:-4]
-    )
+    assert torch.equal(policy.score(entries, seen)[..., 2:-4], attention_rms(entries, seen).float()[..., 2:-4])
