@@ -172,7 +172,8 @@ class CacheReport:
         return "\n".join(
             [
                 tabulate(table, head, floatfmt=".2f"),
-                f"{self.entries} of {self.full_entries} entries ({100 * self.entries / max(1, self.full_entries):.1f} %), "
+                f"{self.entries} of {self.full_entries} entries "
+                f"({100 * self.entries / max(1, self.full_entries):.1f} %), "
                 f"{self.mib:.1f} MiB of storage (a full cache: {self.full_mib:.1f} MiB), "
                 f"{self.tokens_seen} tokens in {self.batch} sequence(s)",
                 f"prefill {times['prefill']:.2f} s, compress {times['compress']:.2f} s, "

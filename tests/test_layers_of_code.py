@@ -21,7 +21,10 @@ FORBIDDEN = {  # folder -> what its files never import
     "kernels": ("kvpass.passes", "kvpass.policies", "kvpass.models", "kvpass.cache", "transformers"),
     "models": ("kvpass.passes", "kvpass.kernels", "kvpass.policies", "kvpass.cache"),
 }
-FAMILIES = r"\b(llama|mistral|mixtral|qwen\d?|gemma\d?|gpt2|gpt_neo\w*|gptj|bloom|falcon|mpt|phi\d?|opt|deepseek\w*|smollm\d?)\b"
+FAMILIES = (
+    r"\b(llama|mistral|mixtral|qwen\d?|gemma\d?|gpt2|gpt_neo\w*|gptj|bloom|falcon|mpt|phi\d?|opt"
+    r"|deepseek\w*|smollm\d?)\b"
+)
 FIELDS = ("model_type", "layer_types", "sliding_window", "architectures")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
