@@ -55,17 +55,20 @@ class Policy(ABC):
         """What is stored for ``keep`` [B, Hkv, N] bool: kept entries by position, padded."""
         return entries.take(*compact(keep))
 
-    def pinned(self, entries: Entries) -> Tensor:
-        """[B, Hkv, N] bool: the first ``sinks`` entries of each row and its last ``window`` positions."""
+    def pinned(self, entries: Entries, window: int | Tensor | None = None) -> Tensor:
+        """[B, Hkv, N] bool: the first ``sinks`` entries of each row and those in its last ``window`` positions.
+
+        ``window`` is a number, one per sequence ([B, 1, 1]), or this policy's own.
+        """
         valid = entries.valid
         order = valid.cumsum(-1)
         last = entries.pos.masked_fill(~valid, -1).amax(-1, keepdim=True)
-        return valid & ((order <= self.sinks) | (entries.pos > last - self.window))
+        return valid & ((order <= self.sinks) | (entries.pos > last - (self.window if window is None else window)))
 
-    def pin(self, entries: Entries, score: Tensor) -> Tensor:
+    def pin(self, entries: Entries, score: Tensor, window: int | Tensor | None = None) -> Tensor:
         """``score`` with +inf where :meth:`pinned` and -inf where a slot is unused."""
         score = score.float().masked_fill(~entries.valid, -torch.inf)
-        return score.masked_fill_(self.pinned(entries), torch.inf)
+        return score.masked_fill_(self.pinned(entries, window), torch.inf)
 
     def select(self, score: Tensor, quota: Tensor) -> Tensor:
         """[B, Hkv, N] bool: the ``quota`` [B, Hkv] best entries of each row.

@@ -37,6 +37,8 @@ class KeepKV(Policy):
     """
 
     window: int = 16  # where a row keeps some fifty entries, 32 exact ones leave the others too little room
+    # Of a row's quota this share is its recent window, when that is more than ``window``: long contexts leave room.
+    window_share: float = 1 / 6
     selector: Policy | None = None
     key_mode: KeyMode = "convex"
     # Least cosine of stored keys. The paper's 0.8 leaves most dropped entries unmerged.
@@ -77,6 +79,8 @@ class KeepKV(Policy):
             raise ValueError("max_votes must be >= 1, references >= 0, ridge > 0 and excess >= 0")
         if not 0 <= self.negligible < 1:
             raise ValueError(f"negligible is a share in [0, 1), got {self.negligible}")
+        if not 0 <= self.window_share < 1:
+            raise ValueError(f"window_share is a share in [0, 1), got {self.window_share}")
 
     def observe(self, length: int) -> int | Tensor:
         if not self.references:
@@ -105,13 +109,21 @@ class KeepKV(Policy):
         # The queries that choose are those that weigh, and quotas depend on lengths alone: each layer's
         # attention is computed once and serves both.
         rows = sum(entries.k.shape[1] for entries, _ in layers)
+        totals = budget.total(lengths, rows)
+        window = torch.tensor([self._window(total // rows) for total in totals]).view(-1, 1, 1)
+        window = window.to(layers[0][0].pos.device)
         blank = [torch.zeros_like(e.log_votes).masked_fill(~e.valid, -torch.inf) for e, _ in layers]
-        for i, quota in enumerate(self.allocate(blank, budget.total(lengths, rows))):
+        for i, quota in enumerate(self.allocate(blank, totals)):
             entries, seen = layers[i]
             seen = self._weighing(entries, seen)
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
-            yield self._merge(entries, seen, self.select(self.pin(entries, rms), quota), blocks, rms)
+            keep = self.select(self.pin(entries, rms, window), quota)
+            yield self._merge(entries, seen, keep, blocks, rms, window)
+
+    def _window(self, quota: int) -> int:
+        """Exact recent entries in a row of ``quota``: ``window``, less where it would crowd out the others."""
+        return max(1, min(self.window, quota // 3), int(quota * self.window_share))
 
     @property
     def _causal(self) -> bool:
@@ -131,9 +143,17 @@ class KeepKV(Policy):
             return recent_queries(seen, self.window)
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
 
-    def _merge(self, entries: Entries, seen: Observation, keep: Tensor, blocks: list[Block], rms: Tensor) -> Entries:
+    def _merge(
+        self,
+        entries: Entries,
+        seen: Observation,
+        keep: Tensor,
+        blocks: list[Block],
+        rms: Tensor,
+        window: Tensor | None = None,
+    ) -> Entries:
         kept, kept_used = compact(keep)
-        middle = entries.valid & ~self.pinned(entries)
+        middle = entries.valid & ~self.pinned(entries, window)
         open_kept = middle.gather(-1, kept) & kept_used
         candidates = middle & ~keep
         if not candidates.any() or not seen.q.shape[2]:

@@ -1,12 +1,19 @@
 """A budget is what is physically stored."""
 
+import dataclasses
 from fractions import Fraction
 
 import pytest
 import torch
 
 import kvpass
+from kvpass import models, policies
 from tests.conftest import prompt
+
+
+@pytest.fixture(scope="module")
+def long_model():
+    return models.tiny("llama", max_position_embeddings=2048)
 
 
 def stored(model, length, batch=1):
@@ -18,11 +25,11 @@ def stored(model, length, batch=1):
 
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "keepkv"])
 @pytest.mark.parametrize("budget", [0.1, 0.2, 0.3, 0.7, 0.9])
-def test_kept_entries_are_exact(compiled, budget, policy):
+def test_kept_entries_are_exact(long_model, budget, policy):
     """Entries over all rows are floor(budget * total) in exact arithmetic, and never less than one a row."""
-    model = compiled("llama", budget=budget, policy=policy)
+    model = kvpass.compile(long_model, budget=budget, policy=policy, backend="eager")
     rows = 2 * 2  # layers x KV heads
-    for length in (10, 20, 50, 100, 400):
+    for length in (10, 20, 50, 100, 1000):
         expected = max(rows, Fraction(str(budget)) * length * rows // 1)
         assert stored(model, length).entries() == expected, length
 
@@ -50,6 +57,25 @@ def test_grouped_heads_are_stored_once(compiled):
     cache = stored(compiled("llama_mqa", budget=0.5), 400)
     entry = 2 * 16 * 4 + 4 + 4 + 4  # key and value in fp32, log-vote, tokens, position
     assert cache.nbytes() < 1.1 * cache.entries() * entry + 2000
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_rows_of_very_different_lengths(tiny_model, attn):
+    """A budget shared over layers and heads leaves rows of 1 to many entries, and decoding runs on them."""
+    policy = policies.get("snapkv")
+    policy = dataclasses.replace(policy, allocator="global", floor=0.0, window=1, sinks=0)
+    model = kvpass.compile(tiny_model("llama", attn), budget=0.3, policy=policy, backend="eager")
+    cache = stored(model, 100, 2)
+    lengths = torch.stack(cache.lengths(), 1)  # [B, L, Hkv]
+    assert lengths.sum((1, 2)).tolist() == [120, 120] and int(lengths.max()) > 1.2 * int(lengths.min())
+    with torch.no_grad():
+        assert torch.isfinite(model(prompt(1, 2), past_key_values=cache).logits).all()
+
+
+def test_no_loop_over_heads(compiled):
+    """A decode step is as many operations for one KV head as for four."""
+    graphs = [compiled(name).kvpass.runtime.step.module.graph for name in ("llama", "llama_mqa", "llama_mha")]
+    assert len({sum(node.op == "call_function" for node in graph.nodes) for graph in graphs}) == 1
 
 
 def test_sliding_layers_keep_their_window(compiled):
