@@ -123,7 +123,7 @@ class KeepKV(Policy):
 
     def _window(self, quota: int) -> int:
         """Exact recent entries in a row of ``quota``: ``window``, less where it would crowd out the others."""
-        return max(1, min(self.window, quota // 3), int(quota * self.window_share))
+        return max(1, min(self.window, quota // 2), int(quota * self.window_share))
 
     @property
     def _causal(self) -> bool:
