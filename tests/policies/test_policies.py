@@ -360,12 +360,19 @@ def test_spread_crowds_towards_the_end(length, references, window):
 @pytest.mark.parametrize("policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)])
 def test_shared_attention_changes_nothing(policy):
     """Scoring and merging from one pass over the keys gives what scoring and then merging gives."""
+    policy = dataclasses.replace(policy, selector=None, window=2)  # small enough for every quota to hold
     lengths = [40, 23]
     layers = layers_of(policy, lengths)
     together = list(policy.compress(layers, Budget.parse(0.3), lengths))
     apart = list(Policy.compress(policy, layers, Budget.parse(0.3), lengths))
     for a, b in zip(together, apart, strict=True):
         assert all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("k", "v", "log_votes", "tokens", "pos"))
+
+
+@pytest.mark.parametrize("quota, window", [(2, 1), (18, 9), (40, 16), (96, 16), (600, 100)])
+def test_window_follows_the_quota(quota, window):
+    """The exact recent window is at most half of a small row, and a sixth of a large one."""
+    assert KeepKV()._window(quota) == window
 
 
 def test_round_robin_scores_one_head_a_position():
