@@ -62,6 +62,35 @@ def test_fifty_steps_by_hand(tiny_model, compiled, policy):
         assert max(float(store.log_votes.max()) for store in cache.stores) > 0.1  # there were votes to get wrong
 
 
+def test_beams_by_hand(tiny_model, compiled):
+    """Beam search with 4 beams equals hypotheses that each keep a whole copy of the entries in plain lists."""
+    model, ours, ids, beams, steps = tiny_model("llama"), compiled("llama", budget=0.3), prompt(60), 4, 8
+    cache = ours.kvpass.new_cache()
+    with torch.no_grad():
+        best = ours(ids, past_key_values=cache).logits[0, -1].log_softmax(-1).topk(beams)
+        held = [(float(score), [int(token)], lists(cache)) for score, token in zip(*best, strict=True)]
+        for n in range(steps - 1):
+            grown = []
+            for score, tokens, entries in held:
+                scores = step(model, entries, tokens[-1], 60 + n).log_softmax(-1).topk(beams)
+                grown += [(score + float(s), [*tokens, int(t)], entries) for s, t in zip(*scores, strict=True)]
+            grown.sort(key=lambda item: -item[0])
+            held = [(score, tokens, [[list(row) for row in rows] for rows in e]) for score, tokens, e in grown[:beams]]
+    assert greedy(ours, ids, steps, num_beams=beams)[0, 60:].tolist() == held[0][1]
+
+
+def test_prompt_lookup_by_hand(tiny_model, compiled):
+    """Prompt-lookup decoding, which appends drafts and crops them, says what the plain lists say."""
+    model, ours, ids = tiny_model("llama"), compiled("llama", budget=0.3), prompt(6).repeat(1, 10)
+    cache = ours.kvpass.new_cache()
+    with torch.no_grad():
+        tokens = [int(ours(ids, past_key_values=cache).logits[0, -1].argmax())]
+        entries = lists(cache)
+        for n in range(15):
+            tokens.append(int(step(model, entries, tokens[-1], 60 + n).argmax()))
+    assert greedy(ours, ids, 16, prompt_lookup_num_tokens=3)[0, 60:].tolist() == tokens
+
+
 def test_sampling_by_hand(tiny_model, compiled):
     """Sampling with a seed draws what the written-out decoder draws."""
     model, ours, ids = tiny_model("llama"), compiled("llama", budget=0.3), prompt(60)

@@ -171,6 +171,18 @@ def test_growth_does_not_copy_the_cache_every_token(compiled):
     assert moves <= 3  # 64, 128, 256 slots
 
 
+def test_a_step_allocates_the_same_whatever_the_context(compiled):
+    """Bytes allocated by a decode step do not depend on how much the cache holds."""
+    model, allocated = compiled("llama", budget=1.0), []
+    for length in (40, 400):
+        cache = filled(model, length)
+        run(model, cache, prompt(1))
+        with torch.profiler.profile(profile_memory=True) as profile:
+            run(model, cache, prompt(1))
+        allocated.append(sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages()))
+    assert allocated[0] == allocated[1] > 0
+
+
 def test_introspection_goes_to_the_original(tiny_model, compiled):
     """labels, output_attentions, output_hidden_states, use_cache=False and gradients use the original forward."""
     model, ours, ids = tiny_model("llama"), compiled("llama"), prompt(12)

@@ -46,31 +46,6 @@ def test_beams_equal_the_untouched_model(tiny_model, compiled):
         assert torch.equal(greedy(ours, ids, 12, num_beams=4), greedy(model, ids, 12, num_beams=4))
 
 
-def test_beams_on_a_compressed_cache(compiled):
-    """Beam search on a compressed cache equals beams that each keep a whole copy."""
-    model, ids, steps, beams = compiled("llama", budget=0.3), prompt(40), 8, 4
-    caches, hypotheses = None, None
-    with torch.no_grad():
-        cache = model.kvpass.new_cache()
-        scores = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].log_softmax(-1)
-        top = scores.topk(beams)
-        hypotheses = [(float(s), [int(t)]) for s, t in zip(top.values, top.indices, strict=True)]
-        caches = [cache.fork() for _ in range(beams)]
-        for _ in range(steps - 1):
-            grown = []
-            for (score, tokens), held in zip(hypotheses, caches, strict=True):
-                logits = model(torch.tensor([[tokens[-1]]]), past_key_values=held).logits[0, -1].log_softmax(-1)
-                best = logits.topk(beams)
-                grown += [
-                    (score + float(s), [*tokens, int(t)], held) for s, t in zip(best.values, best.indices, strict=True)
-                ]
-            grown.sort(key=lambda item: -item[0])
-            caches = [held.fork() for _, _, held in grown[:beams]]
-            hypotheses = [(score, tokens) for score, tokens, _ in grown[:beams]]
-    expected = torch.cat([ids[0], torch.tensor(hypotheses[0][1])])
-    assert torch.equal(greedy(model, ids, steps, num_beams=beams)[0], expected)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_mixed"])
 def test_prompt_lookup_equals_greedy(compiled, name):
     """Prompt-lookup decoding, which appends several tokens and crops some, says what greedy decoding says."""
@@ -127,6 +102,24 @@ def test_eos_streamer_and_returned_cache(compiled):
     cache = out.past_key_values if hasattr(out, "past_key_values") else out.cache
     assert type(cache).__name__ == "RaggedCache" and cache.get_seq_length() == 20 + len(tokens) - 1
     assert TextStreamer is not None
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(compiled):
+    """Ctrl-C in the middle of generate: the next call says what it says on a fresh model."""
+    model, ids = compiled("qwen2_mixed"), prompt(20)
+    expected = greedy(model, ids, 8)
+
+    def interrupt(tokens, scores, **kwargs):
+        if tokens.shape[1] > 23:
+            raise KeyboardInterrupt
+        return torch.zeros(tokens.shape[0], dtype=torch.bool)
+
+    cache = model.kvpass.new_cache()
+    name = "cache" if "cache" in model.forward.__signature__.parameters else "past_key_values"
+    with pytest.raises(KeyboardInterrupt):
+        greedy(model, ids, 8, stopping_criteria=[interrupt], **{name: cache})
+    assert cache.prompt_end is None and cache.get_seq_length() == 23
+    assert torch.equal(greedy(model, ids, 8), expected)
 
 
 def test_the_report_after_generate(compiled):
