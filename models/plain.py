@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Output:
-    """What a plain decoder returns: `logits` is float32 [B, S or logits_to_keep, vocab]."""
+    """What a plain decoder returns: `logits` is float32 [B, S, vocab]."""
 
     logits: Tensor
 

@@ -91,12 +91,14 @@ def test_text_generation_pipeline(smollm2):
     assert compiled.kvpass.report().seconds["decoded"] > 0
 
 
-def test_a_document_and_a_question(smollm2):
-    """The chat template, generate and a tenth of the cache: the model answers from a document in the prompt."""
+def test_a_chat_ends_where_the_untouched_models_does(smollm2):
+    """With the chat template and the model's own end-of-turn ids, budget 1 gives the untouched model's answer."""
     model, tokenizer = smollm2
-    compiled = kvpass.compile(model, budget=0.5)
     facts = "The lighthouse keeper is called Anselm. He has a dog named Biscuit and a boat named Heron. "
     chat = [{"role": "user", "content": facts + "What is the name of the dog?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = compiled.generate(**ids, max_new_tokens=24, do_sample=False)
-    assert "Biscuit" in tokenizer.decode(out[0, ids["input_ids"].shape[1] :])
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    assert torch.equal(
+        kvpass.compile(model, budget=1.0).generate(**inputs, max_new_tokens=24, do_sample=False), expected
+    )
+    assert "Biscuit" in tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :])

@@ -65,7 +65,6 @@ def test_accepted_decoders_are_causal_and_positional(build):
     whole = model(ids).logits
     stretched = model(ids, position_ids=2 * torch.arange(17).expand(2, -1)).logits
     assert not torch.allclose(whole, stretched)
-    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, whole[:, -3:])
 
 
 @pytest.mark.parametrize("build", PLAIN, ids=_name)

@@ -69,3 +69,23 @@ def test_the_original_is_untouched(tiny_model, compiled):
     assert type(twin) is type(model)
     assert all(a is b for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert "forward" not in vars(model) and "kvpass" not in vars(model)
+
+
+def test_a_model_that_keeps_a_number_of_logits():
+    """Where logits_to_keep takes a number only, the graph is captured without it and the logits are cut after."""
+    from kvpass.models.plain import PLAIN
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = PLAIN[0]()
+
+        def forward(self, input_ids, position_ids=None, attention_mask=None, use_cache=False, logits_to_keep=0):
+            output = self.inner(input_ids, position_ids, attention_mask)
+            return output.logits[:, -logits_to_keep:] if logits_to_keep else output.logits
+
+    model = Counting().eval()
+    compiled = kvpass.compile(model, budget=1.0, backend="eager")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, logits_to_keep=2).logits, model(ids)[:, -2:], rtol=0, atol=1e-4)
