@@ -48,6 +48,7 @@ class KeepKV(Policy):
     references: int = 256  # positions whose queries weigh members; 0: the window's queries, causally
     # Queries to come are most like the recent ones, and stand as far as those from what they look at.
     recency: float = 3.0
+    asked: float = 1.0  # weight of the prompt's last queries in the choice of keys, see :class:`Reference`
     round_robin: bool = True  # one query head of a group at each of these positions, in turn
     # Dropped entries whose root mean square weight is below this share of their row's mean are lost: no more
     # than that share of the dropped weight, and most of the work.
@@ -114,11 +115,12 @@ class KeepKV(Policy):
         window = window.to(layers[0][0].pos.device)
         blank = [torch.zeros_like(e.log_votes).masked_fill(~e.valid, -torch.inf) for e, _ in layers]
         for i, quota in enumerate(self.allocate(blank, totals)):
-            entries, seen = layers[i]
-            seen = self._weighing(entries, seen)
+            entries, observed = layers[i]
+            seen = self._weighing(entries, observed)
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
-            keep = self.select(self.pin(entries, rms, window), quota)
+            score = self.selector.blend(entries, observed, rms)
+            keep = self.select(self.pin(entries, score, window), quota)
             yield self._merge(entries, seen, keep, blocks, rms, window)
 
     def _window(self, quota: int) -> int:
@@ -134,7 +136,7 @@ class KeepKV(Policy):
         common = {f: getattr(self, f) for f in ("window", "sinks", "allocator", "floor")}
         if not self.references:
             return SnapKV(**common)
-        own = {f: getattr(self, f) for f in ("references", "recency", "round_robin")}
+        own = {f: getattr(self, f) for f in ("references", "recency", "asked", "round_robin")}
         return Reference(**common, **own)
 
     def _weighing(self, entries: Entries, seen: Observation) -> Observation:

@@ -12,6 +12,9 @@ from torch import Tensor
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.score import attention_rms, one_head_each
 from kvpass.policies.base import Policy
+from kvpass.policies.snapkv import SnapKV
+
+QUESTION = 32  # last prompt queries that count as the question
 
 
 def spread(length: int, references: int, window: int, recency: float = 1.0) -> Tensor:
@@ -30,6 +33,8 @@ class Reference(Policy):
 
     references: int = 400
     recency: float = 1.0  # how far they crowd towards the end, see :func:`spread`
+    # Weight of what the prompt's last queries ask for, beside what the references do: a question stands at the end.
+    asked: float = 0.0
     round_robin: bool = False  # one query head of a group at each position, in turn, instead of all of them
 
     name: ClassVar[str] = "reference"
@@ -42,11 +47,24 @@ class Reference(Policy):
             raise ValueError(f"recency must be >= 1, got {self.recency}")
 
     def observe(self, length: int) -> Tensor:
-        return spread(length, self.references, self.window, self.recency)
+        last = max(self.window, QUESTION) if self.asked else self.window
+        return spread(length, self.references, last, self.recency)
+
+    def blend(self, entries: Entries, seen: Observation, rms: Tensor) -> Tensor:
+        """Shares of the references' weight plus ``asked`` times shares of the last queries' mass."""
+        if not self.asked:
+            return rms
+        last = SnapKV(window=QUESTION, sinks=self.sinks).asked(entries, seen)
+        return _shares(rms) + self.asked * _shares(last)
 
     def asking(self, entries: Entries, seen: Observation) -> Observation:
         """The queries that score."""
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
-        return self.pin(entries, attention_rms(entries, self.asking(entries, seen), causal=False))
+        rms = attention_rms(entries, self.asking(entries, seen), causal=False)
+        return self.pin(entries, self.blend(entries, seen, rms))
+
+
+def _shares(weight: Tensor) -> Tensor:
+    return weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)

@@ -31,7 +31,11 @@ class SnapKV(Policy):
             raise ValueError(f"pool must be odd and positive, got {self.pool}")
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
+        return self.pin(entries, self.asked(entries, seen))
+
+    def asked(self, entries: Entries, seen: Observation) -> Tensor:
+        """[B, Hkv, N]: the pooled mass, 0 for pinned entries."""
         mass = attention_mass(entries, recent_queries(seen, self.window), causal=True)
         # Pooling must not carry the window's own mass onto its neighbours: the paper drops it first.
         mass = mass.masked_fill(self.pinned(entries), 0)
-        return self.pin(entries, max_pool1d(mass, self.pool, stride=1, padding=self.pool // 2))
+        return max_pool1d(mass, self.pool, stride=1, padding=self.pool // 2)

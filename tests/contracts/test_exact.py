@@ -1,5 +1,10 @@
 """Budget 1 is exact."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,3 +45,19 @@ def test_the_first_token_is_the_full_caches(tiny_model, compiled, policy, budget
     with torch.no_grad():
         ours = compiled("llama", budget=budget, policy=policy)(ids).logits
         torch.testing.assert_close(ours, tiny_model("llama")(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_without_a_compiler(tmp_path):
+    """Without the C++ kernels budget 1 is as exact, and the report says what serves instead."""
+    code = (
+        "import torch, kvpass; from kvpass import models; from tests.conftest import greedy, prompt;"
+        "model = models.tiny('llama'); ours = kvpass.compile(model, budget=1.0, backend='eager');"
+        "ids = prompt(30, 2); assert torch.equal(greedy(ours, ids, 16), greedy(model, ids, 16));"
+        "print(ours.kvpass.report())"
+    )
+    environment = {**os.environ, "KVPASS_NO_CPP": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "attention by packed SDPA (" in done.stdout

@@ -75,6 +75,19 @@ def test_several_sequences_per_prompt(compiled):
     assert out.shape == (6, 25)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2_mixed"])
+def test_a_conversation_goes_on_without_reading_again(tiny_model, compiled, name):
+    """A second generate() with the first one's cache reads only the new tokens, and at budget 1.0 says what the
+    untouched model says about the whole conversation."""
+    model, ours = tiny_model(name), compiled(name, budget=1.0)
+    cache = ours.kvpass.new_cache()
+    keyword = {"cache" if "cache" in ours.forward.__signature__.parameters else "past_key_values": cache}
+    first = greedy(ours, prompt(20, 2), 8, **keyword)
+    whole = torch.cat([first, prompt(9, 2, seed=5)], 1)
+    assert torch.equal(greedy(ours, whole, 8, **keyword), greedy(model, whole, 8))
+    assert cache.get_seq_length() == 20 + 8 + 9 + 8 - 1
+
+
 def test_eos_streamer_and_returned_cache(compiled):
     """Every EOS id stops, a streamer sees the tokens, and the returned cache is ours."""
 
