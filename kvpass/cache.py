@@ -85,7 +85,6 @@ class RaggedCache(Cache):
         self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
         self.recent: list[Observed] = []  # queries of the last tokens, where decoding compresses
         self.times = Times()
-        self.version = 0  # changes whenever a tensor is replaced, so that callers can keep a flat list of them
 
     # -- what transformers asks -------------------------------------------------------------------------------------
 
@@ -189,7 +188,6 @@ class RaggedCache(Cache):
                 self.stores.append(Store.empty(batch, layer.kv_heads, layer.key_dim, layer.value_dim, like))
                 self.keys.append(like.new_empty(batch, layer.kv_heads, 0, layer.key_dim))
                 self.values.append(like.new_empty(batch, layer.kv_heads, 0, layer.value_dim))
-            self.version += 1
         for tail in self.tails.values():
             needed = tail.cursor + new
             limit = tail.window + self.spare_slots if tail.window else needed
@@ -212,7 +210,6 @@ class RaggedCache(Cache):
                     grown[:, :, :held] = old[:, :, order]
                     held_list[index] = grown
         tail.pos, tail.cursor = pos, held
-        self.version += 1
 
     def slots(self, tail: Tail, new: int) -> Tensor:
         """[min(new, T)] int64: slots that the last of ``new`` columns go to."""
@@ -245,7 +242,6 @@ class RaggedCache(Cache):
                 if not layer.window:
                     self.keys[index] = self.keys[index].new_empty(*self.keys[index].shape[:2], 0, layer.key_dim)
                     self.values[index] = self.values[index].new_empty(*self.values[index].shape[:2], 0, layer.value_dim)
-        self.version += 1
 
     # -- sequences --------------------------------------------------------------------------------------------------
 
@@ -270,7 +266,6 @@ class RaggedCache(Cache):
             Observed([query[indices] for query in part.queries], part.pos[indices], part.real[indices])
             for part in self.recent
         ]
-        self.version += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, next to each other."""
@@ -311,7 +306,6 @@ class RaggedCache(Cache):
         self.columns -= count
         self.seen = self.seen - lost
         self.recent = self.recent[:-count]
-        self.version += 1
 
     def fork(self) -> RaggedCache:
         """An independent continuation: the store's memory is shared, the tail is copied."""

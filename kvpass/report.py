@@ -31,11 +31,7 @@ class Report:
     def of(plan: Plan) -> Report:
         """The rows of a plan; a layer with a refusal is shown once, as refused."""
         refused = {refusal.layer for refusal in plan.refusals}
-        rows = [
-            Row(site.layer, "found", str(site), str(site.mask), plan.notes.get(site.layer, ""))
-            for site in plan.sites
-            if site.layer not in refused
-        ]
+        rows = [Row(site.layer, "found", str(site), str(site.mask)) for site in plan.sites if site.layer not in refused]
         rows += [
             Row(
                 refusal.layer,

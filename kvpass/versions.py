@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from functools import cache
 
-from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values")  # renamed in transformers 5.24
@@ -25,8 +23,3 @@ def take_cache(arguments: dict):
     for name in CACHE_NAMES:
         arguments.pop(name, None)
     return given[0] if given else None
-
-
-def takes_positions(model: nn.Module) -> bool:
-    """Whether the model's forward has position_ids."""
-    return "position_ids" in inspect.signature(type(model).forward).parameters

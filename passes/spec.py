@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
@@ -141,7 +141,6 @@ class Plan:
     sites: tuple[Site, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     ignored: tuple[Ignored, ...] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)  # layer -> remark for the report
 
     @property
     def windows(self) -> tuple[int, ...]:
