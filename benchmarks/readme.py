@@ -27,8 +27,8 @@ def _quality() -> str:
     result = json.loads((HERE / "results" / "quality_4096.json").read_text())
     meta = result["meta"]
     note = (
-        f"{meta['model']}, {meta['dtype']}, budget {meta['budget']}: {meta['measure']}, over {meta['forced_tokens']} forced "
-        f"tokens after {meta['prompt_tokens']}; one window a text, so no spread"
+        f"{meta['model']}, {meta['dtype']}, budget {meta['budget']}: {meta['measure']}, over {meta['forced_tokens']} "
+        f"forced tokens after {meta['prompt_tokens']}; one window a text, so no spread"
     )
     return tabulate(result["rows"], headers="keys", floatfmt=".3f") + "\n" + note
 
