@@ -42,6 +42,7 @@ class Options:
     threads: int | None = None  # None: as torch chooses
     seed: int = 0
     backend: str = "inductor"
+    kv_dtype: str | None = None  # of the compressing rows; A and C keep the model's own
     anyway: bool = False
 
     def check(self) -> float:
@@ -83,7 +84,8 @@ def run(options: Options, progress: Progress = bar) -> dict:
     model, tokenizer = models.load(options.model)
 
     def build(budget, policy):
-        return kvpass.compile(model, budget=budget, policy=policy, backend=options.backend)
+        kv_dtype = options.kv_dtype if budget != 1.0 else None
+        return kvpass.compile(model, budget=budget, policy=policy, backend=options.backend, kv_dtype=kv_dtype)
 
     return measure(model, tokenizer, options, build, load, progress)
 
@@ -170,6 +172,7 @@ def _meta(model, options: Options, load: float) -> dict:
         "model": options.model,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "backend": options.backend,
+        "kv_dtype": options.kv_dtype,
         "seed": options.seed,
         "load_average": load,
         "anyway": options.anyway,
@@ -283,6 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, help="default: as torch chooses")
     parser.add_argument("--seed", type=int, default=default.seed, help="where in the text the prompts start")
+    parser.add_argument("--kv-dtype", help="bf16, fp16 or fp32 for the compressed caches (default: the model's own)")
     parser.add_argument("--backend", default=default.backend, help="inductor or eager (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the setting")
     parser.add_argument("--anyway", action="store_true", help="measure although the machine is busy")
@@ -302,6 +306,7 @@ def command(args: argparse.Namespace) -> int:
         threads=args.threads,
         seed=args.seed,
         backend=args.backend,
+        kv_dtype=args.kv_dtype,
         anyway=args.anyway,
     )
     try:

@@ -31,6 +31,8 @@ from kvpass.passes.verify import compare
 from kvpass.report import Report
 from kvpass.runtime import Runtime
 
+KV_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 # Analysis annotates: Captured -> Plan -> Plan; nothing here edits what the graph computes.
 ANALYSIS: tuple[Callable, ...] = (normalize, find, classify, plan, check_locality)
 
@@ -50,6 +52,7 @@ def compile(
     policy: str | policies.Policy = "keepkv",
     *,
     decode_budget: float | int | None = None,
+    kv_dtype: str | None = None,
     backend: str = "inductor",
 ) -> nn.Module:
     """A model of the same class over the same weights whose KV cache is compressed after each prompt.
@@ -62,6 +65,9 @@ def compile(
         policy: a name of ``kvpass.policies.names()`` or a policy object.
         decode_budget: how much stays while decoding, in the same units; None lets the cache grow by one entry a row
             and token. Rows are compressed again whenever they are 32 entries above it.
+        kv_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for the stored keys and values; None keeps the model's own.
+            Attention computes in fp32 on what is stored, log-votes are always fp32, and the prompt's own attention sees its keys
+            unrounded. Below the model's precision budget 1 is no longer exact.
         backend: ``"inductor"`` lowers the one-token program, ``"eager"`` runs the graphs as they are.
 
     Raises:
@@ -72,6 +78,8 @@ def compile(
     bound = None if decode_budget is None else Budget.parse(decode_budget)
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ValueError(f"unknown kv_dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
     model = _original(model)
     checked = _checked(model)
     prefill = insert_hooks(checked.step, Compress(checked.step.layers, chosen, budget))
@@ -79,8 +87,10 @@ def compile(
     step, maintain = checked.step, None
     if bound is not None:
         step, maintain = return_queries(step), Compress(step.layers, chosen, bound)
-    lower = Lowering(step, BACKENDS[backend], checked.lowered.setdefault((backend, bound is not None), {}))
-    runtime = _runtime(model, prefill, step, chosen, lower, maintain)
+    dtype = KV_DTYPES.get(kv_dtype, next(model.parameters()).dtype)
+    done = checked.lowered.setdefault((backend, bound is not None, dtype), {})
+    lower = Lowering(step, BACKENDS[backend], dtype, done)
+    runtime = _runtime(prefill, step, chosen, lower, maintain)
     return bind(model, runtime, checked.report)
 
 
@@ -91,7 +101,8 @@ class Checked:
     fingerprint: tuple
     report: Report
     step: Program
-    lowered: dict[tuple[str, bool], dict[int, Callable]]  # backend, returns queries -> batch -> callable
+    # backend, returns queries, stored dtype -> batch -> callable
+    lowered: dict[tuple[str, bool, torch.dtype], dict[int, Callable]]
 
 
 _CHECKED: weakref.WeakKeyDictionary[nn.Module, Checked] = weakref.WeakKeyDictionary()
@@ -108,7 +119,8 @@ def _checked(model: nn.Module) -> Checked:
     step, report = stored or _rewritten(model)
     policy, budget = policies.get("streaming"), Budget.parse(1.0)
     prefill = insert_hooks(step, Compress(step.layers, policy, budget))
-    exact = _runtime(model, prefill, step, policy, Lowering(step, BACKENDS["eager"], {}))
+    lower = Lowering(step, BACKENDS["eager"], next(model.parameters()).dtype, {})
+    exact = _runtime(prefill, step, policy, lower)
     with evaluating(model):
         compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
     if stored is None:
@@ -134,7 +146,7 @@ def _fingerprint(model: nn.Module) -> tuple:
 
 
 def _runtime(
-    model, prefill: Program, step: Program, policy, lower: Lowering, maintain: Compress | None = None
+    prefill: Program, step: Program, policy: policies.Policy, lower: Lowering, maintain: Compress | None = None
 ) -> Runtime:
     return Runtime(
         layers=step.layers,
@@ -142,7 +154,7 @@ def _runtime(
         step=step,
         policy=policy,
         lower=lower,
-        dtype=next(model.parameters()).dtype,
+        dtype=lower.dtype,
         takes_keep=any(node.target == "keep" and node.users for node in step.module.graph.nodes),
         maintain=maintain,
     )

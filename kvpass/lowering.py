@@ -60,28 +60,29 @@ class Lowering:
     """The step program for one token, lowered on first use for each batch size."""
 
     program: Program
-    backend: Callable[[Program, int], Callable]
+    backend: Callable[[Program, int, torch.dtype], Callable]
+    dtype: torch.dtype  # of stored keys and values
     done: dict[int, Callable]
 
     def __call__(self, batch: int) -> Callable:
         if batch not in self.done:
-            self.done[batch] = self.backend(self.program, batch)
+            self.done[batch] = self.backend(self.program, batch, self.dtype)
         return self.done[batch]
 
 
-def eager(program: Program, batch: int) -> Callable:
+def eager(program: Program, batch: int, dtype: torch.dtype) -> Callable:
     """The graph as it is."""
     return program.module
 
 
-def inductor(program: Program, batch: int) -> Callable:
+def inductor(program: Program, batch: int, dtype: torch.dtype) -> Callable:
     """Inductor code for one token and ``batch`` sequences.
 
     Rows and tails may have any length without recompiling. Layers that are the same function are compiled once.
     """
     program = use_skinny_linears(specialize(program, batch), rows=batch)
     regions = cut(program)
-    sample = _Sampler(program, batch)
+    sample = _Sampler(program, batch, dtype)
     slots: dict[Node, int] = {}
     for node in program.module.graph.nodes:
         slots[node] = len(slots)
@@ -126,20 +127,19 @@ def _fake(mode: FakeTensorMode, value: Tensor, is_state: bool) -> Tensor:
 class _Sampler(Interpreter):
     """One step on made-up state, for an example of every value."""
 
-    def __init__(self, program: Program, batch: int):
+    def __init__(self, program: Program, batch: int, dtype: torch.dtype):
         super().__init__(program.module, garbage_collect_values=False)
         self.values: dict[Node, Tensor] = {}
         with torch.no_grad():
-            self.run(*_sample_inputs(program, batch))
+            self.run(*_sample_inputs(program, batch, dtype))
 
     def run_node(self, node: Node):
         self.values[node] = super().run_node(node)
         return self.values[node]
 
 
-def _sample_inputs(program: Program, batch: int) -> list[Tensor]:
-    first = next(program.module.parameters())
-    dtype, device = first.dtype, first.device
+def _sample_inputs(program: Program, batch: int, dtype: torch.dtype) -> list[Tensor]:
+    device = next(program.module.parameters()).device
     step = torch.full((batch, 1), _ROW + 1, dtype=torch.int64, device=device)
     plain = {
         "input_ids": torch.ones_like(step),
@@ -176,4 +176,4 @@ def _sample_state(program: Program, name: str, batch: int, dtype, device) -> Ten
     return make[field]()
 
 
-BACKENDS: dict[str, Callable[[Program, int], Callable]] = {"inductor": inductor, "eager": eager}
+BACKENDS: dict[str, Callable[[Program, int, torch.dtype], Callable]] = {"inductor": inductor, "eager": eager}

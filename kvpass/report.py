@@ -100,6 +100,7 @@ class CacheReport:
 
         uses, full_entries, full_bytes = [], 0, 0
         total = int(cache.seen.sum())
+        width = next(cache.owner.step.module.parameters()).element_size()
         for index, (layer, lengths) in enumerate(zip(cache.specs, cache.lengths(), strict=True)):
             store, tail = cache.stores[index], cache.tails[layer.window]
             exact = int((tail.pos >= 0).sum()) * layer.kv_heads
@@ -119,7 +120,7 @@ class CacheReport:
             )
             seen = cache.seen.clamp(max=layer.window) if layer.window else cache.seen
             full_entries += int(seen.sum()) * layer.kv_heads
-            full_bytes += int(seen.sum()) * layer.kv_heads * (layer.key_dim + layer.value_dim) * key.element_size()
+            full_bytes += int(seen.sum()) * layer.kv_heads * (layer.key_dim + layer.value_dim) * width
         return CacheReport(
             layers=tuple(uses),
             tokens_seen=total,

@@ -26,7 +26,7 @@ class Runtime:
     step: Program  # appends and attends, nothing else
     policy: Policy
     lower: Callable[[int], Callable]  # batch -> the step program for one token
-    dtype: torch.dtype
+    dtype: torch.dtype  # of stored keys and values
     takes_keep: bool
     maintain: Compress | None = None  # compresses while decoding; the step program then returns its queries
 

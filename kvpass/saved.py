@@ -76,6 +76,8 @@ def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
         _restore(cache, facts, tensors)
     except (KeyError, TypeError, ValueError) as error:
         raise CacheError(f"{path}: is not a complete saved cache ({error})") from error
+    if cache.keys[0].dtype != runtime.dtype:
+        raise CacheError(f"{path}: stores {cache.keys[0].dtype}, the model is compiled for {runtime.dtype}")
     return cache
 
 
