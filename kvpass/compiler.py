@@ -66,8 +66,8 @@ def compile(
         decode_budget: how much stays while decoding, in the same units; None lets the cache grow by one entry a row
             and token. Rows are compressed again whenever they are 32 entries above it.
         kv_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for the stored keys and values; None keeps the model's own.
-            Attention computes in fp32 on what is stored, log-votes are always fp32, and the prompt's own attention sees its keys
-            unrounded. Below the model's precision budget 1 is no longer exact.
+            Attention computes in fp32 on what is stored, log-votes are always fp32, and the prompt's own attention
+            sees its keys unrounded. Below the model's precision budget 1 is no longer exact.
         backend: ``"inductor"`` lowers the one-token program, ``"eager"`` runs the graphs as they are.
 
     Raises:
