@@ -6,9 +6,10 @@ import torch
 from torch.fx import Node
 
 from kvpass.passes import places
+from kvpass.passes.evaluate import Unevaluable, evaluate
 from kvpass.passes.heads import HeadSource, find_source
 from kvpass.passes.readers import Unreadable, read
-from kvpass.passes.spec import Captured, Ignored, Logits, MaskTerm, Plan, Refusal, Site
+from kvpass.passes.spec import Captured, Ignored, Logits, MaskTerm, Plan, Refusal, Site, Sizes
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
@@ -84,8 +85,20 @@ def _softmax_site(captured: Captured, node: Node) -> Site:
     logits = read(node.args[0])
     if logits.steps[-1:] == ("tanh",):
         raise Unreadable(node, "a tanh on the logits without the factor of a soft cap")
+    if logits.sinks is not None:
+        _check_sinks(captured, logits.sinks)
     output, values = _consumer(node, logits)
     return _site(captured, node, output, logits, values)
+
+
+def _check_sinks(captured: Captured, sinks: Node) -> None:
+    """A sink is one constant per head: [B, Hq, S, 1], the same for every sequence and token."""
+    try:
+        value = evaluate(captured, sinks, {}, Sizes(batch=2, length=3))
+    except Unevaluable as failure:
+        raise Unreadable(sinks, f"the sink column {failure.reason}") from failure
+    if value.ndim != 4 or value.shape[-1] != 1 or not bool((value == value[:1, :, :1]).all()):
+        raise Unreadable(sinks, "the sink column is not one constant per head")
 
 
 def _consumer(softmax: Node, logits: Logits) -> tuple[Node, Node]:

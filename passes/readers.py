@@ -7,6 +7,7 @@ A reader returns the :class:`Logits` of its node, built from those of the operan
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import torch
@@ -177,9 +178,15 @@ def _cat(node: Node, read: Reader) -> Logits:
 @reads(aten.sub.Tensor)
 def _sub(node: Node, read: Reader) -> Logits:
     inner, shift = node.args
-    if isinstance(shift, Node) and shift.target is aten.amax.default and shift.args[0] is inner:
+    if isinstance(shift, Node) and _is_row_maximum(shift, inner):
         return read(inner)  # a constant per query cancels in the softmax
     raise Unreadable(node, "subtracts something other than the row's maximum")
+
+
+def _is_row_maximum(node: Node, of: Node) -> bool:
+    if node.target is operator.getitem and node.args[1] == 0:
+        node = node.args[0]
+    return node.target in (aten.amax.default, aten.max.dim) and node.args[0] is of
 
 
 def _lowest(value) -> float | None:

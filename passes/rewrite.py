@@ -8,6 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 from kvpass.kernels.attend import attend
 from kvpass.passes.spec import LayerSpec, Plan, Program, Site
 
+aten = torch.ops.aten
 STATE = ("store_k", "store_v", "log_votes", "row_start", "row_len", "tail_k", "tail_v")
 
 
@@ -60,7 +61,7 @@ def _replace(graph: Graph, mapping: dict, site: Site, q_pos: Node, state: list[N
                 site.logits.scale,
                 site.mask.window,
                 site.logits.softcap,
-                None if sinks is None else mapping[sinks],
+                None if sinks is None else _per_head(graph, mapping[sinks]),
             ),
         )
     node.meta = dict(output.meta)
@@ -68,6 +69,14 @@ def _replace(graph: Graph, mapping: dict, site: Site, q_pos: Node, state: list[N
         node.meta["val"] = output.meta["val"]
     output.replace_all_uses_with(node)
     graph.erase_node(output)
+
+
+def _per_head(graph: Graph, sinks: Node) -> Node:
+    """[Hq] fp32 of the sink column [B, Hq, S, 1]."""
+    for axis in (3, 2, 0):
+        sinks = graph.call_function(aten.select.int, (sinks, axis, 0))
+    sinks = graph.call_function(aten._to_copy.default, (sinks,), {"dtype": torch.float32})
+    return graph.call_function(aten.clone.default, (sinks,), {"memory_format": torch.contiguous_format})
 
 
 def _layer(site: Site) -> LayerSpec:

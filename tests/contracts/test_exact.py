@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import kvpass
 from tests.conftest import greedy, prompt
 
 FAMILIES = ["llama", "mistral", "qwen2", "gpt2", "phi", "opt", "llama_mqa", "qwen2_mixed"]
@@ -61,3 +63,34 @@ def test_without_a_compiler(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "attention by packed SDPA (" in done.stdout
+
+
+CAPPED_AND_SUNK = {
+    "gemma2": {"sliding_window": 8},  # soft cap, and every second layer slides
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},  # sinks, and a router's softmax
+}
+
+
+@pytest.mark.parametrize("family", CAPPED_AND_SUNK)
+def test_soft_caps_and_sinks(family):
+    """Models whose logits are capped, or whose softmax has sinks, give the untouched model's tokens at budget 1.0."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 128,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **shape, **CAPPED_AND_SUNK[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    sites = kvpass.explain(model)
+    assert all(("softcap 50" if family == "gemma2" else "sinks") in row.attention for row in sites.rows[:2])
+    ours = kvpass.compile(model, budget=1.0, backend="eager")
+    ids, mask = prompt(30, 2), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :5] = 0
+    assert torch.equal(greedy(ours, ids, 24, mask), greedy(model, ids, 24, mask))
