@@ -37,7 +37,7 @@ def test_budget_one_is_exact(smollm2, document):
         cache = exact.kvpass.new_cache()
         exact(document, past_key_values=cache, logits_to_keep=1)
         steps = [exact(token, past_key_values=cache).logits for token in expected[:, 2000:-1].split(1, dim=1)]
-    torch.testing.assert_close(torch.cat(steps, 1)[:, -4:], logits, rtol=0, atol=1e-4 * float(logits.abs().max()))
+    torch.testing.assert_close(torch.cat(steps, 1)[:, -4:], logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "keepkv"])
@@ -49,7 +49,7 @@ def test_the_first_token_is_the_full_caches(smollm2, document, policy):
         expected = model(ids, use_cache=False, logits_to_keep=1).logits
         for budget in (0.5, 0.05):
             actual = kvpass.compile(model, budget=budget, policy=policy, backend="eager")(ids, logits_to_keep=1).logits
-            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-3)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 def test_memory_falls_to_the_reports_figure(smollm2):
