@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from kvpass.kernels.attend import attend
+from kvpass.passes.evaluate import attribute
 from kvpass.passes.rewrite import STATE, state_name, tail_name
 from kvpass.passes.spec import Program
 
@@ -49,7 +50,8 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
         "compress", (observed, columns, placeholders["q_pos"], tails, state, placeholders["chunk"])
     )
     graph.output((logits, result))
-    module = GraphModule({**_attributes(program.module), "compress": compress}, graph)
+    weights = {str(node.target): attribute(program, node) for node in graph.nodes if node.op == "get_attr"}
+    module = GraphModule({**weights, "compress": compress}, graph)
     graph.lint()
     return Program(module, program.layers)
 
@@ -69,14 +71,3 @@ def return_queries(program: Program) -> Program:
 def _observe(graph: Graph, q: Node, index: Node, layer) -> Node:
     wide = graph.call_function(aten.expand.default, (index, [-1, layer.heads, -1, layer.key_dim]))
     return graph.call_function(aten.gather.default, (q, 2, wide))
-
-
-def _attributes(module: GraphModule) -> dict:
-    names = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    found = {}
-    for name in names:
-        value = module
-        for part in name.split("."):
-            value = getattr(value, part)
-        found[name] = value
-    return found

@@ -65,8 +65,6 @@ def _replace(graph: Graph, mapping: dict, site: Site, q_pos: Node, state: list[N
             ),
         )
     node.meta = dict(output.meta)
-    if isinstance(output.meta.get("val"), torch.Tensor):
-        node.meta["val"] = output.meta["val"]
     output.replace_all_uses_with(node)
     graph.erase_node(output)
 
