@@ -18,124 +18,19 @@ lossless merge.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import Block, attention_blocks, compact, exp_, grouped_queries, working_dtype
+from kvpass.kernels.group import Groups, segment_logsumexp, segment_sum
+from kvpass.kernels.score import Block, attention_blocks, exp_, grouped_queries, working_dtype
 
 KeyMode = Literal["fixed", "convex", "zip", "zip_strict"]
 KEY_MODES: tuple[str, ...] = get_args(KeyMode)
 LAM = (0.8, 1.25)  # range in which the published key scale is left alone
-SIMILARITIES = 1 << 19  # cosine similarities alive at once
 FAINT = 1e-28  # a sum of A^2 below this has lost weights to underflow in fp32
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Which dropped entries join which retained ones. Both lists are flat over (sequence, KV head)."""
-
-    member: Tensor  # [T] int64 into [B*Hkv*N]: targets and those that join them
-    target: Tensor  # [T] int64 into [B*Hkv*M]: the retained slot each member belongs to, ascending
-    merged: Tensor  # [B, Hkv, M] bool: retained slots that received members
-
-
-def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor) -> tuple[Tensor, Tensor]:
-    """Best cosine similarity of every ``from`` key to the ``to`` keys of its row, in blocks.
-
-    Args:
-        keys: [B, Hkv, N, D] keys as stored.
-        from_index: [B, Hkv, E] int64 into N.
-        to_index, to_used: [B, Hkv, C] int64 and bool.
-
-    Returns:
-        similarity [B, Hkv, E] in the working dtype (-inf where a row has no target) and index [B, Hkv, E]
-        into C. A zero key has similarity 0.
-    """
-    batch, heads, slots, dim = keys.shape
-    rows, count = batch * heads, from_index.shape[-1]
-    place, used = compact(to_used)
-    targets = place.shape[-1]
-    dtype, flat = working_dtype(keys), keys.reshape(-1, dim)
-    best = torch.full((rows, count), -torch.inf, dtype=dtype, device=keys.device)
-    index = torch.zeros(rows, count, dtype=torch.int64, device=keys.device)
-    if targets == 0:
-        return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
-    first = torch.arange(0, rows * slots, slots, device=keys.device).unsqueeze(1)
-    to = flat.index_select(0, (to_index.gather(-1, place).reshape(rows, targets) + first).flatten())
-    to = torch.nn.functional.normalize(to.to(dtype), dim=-1, eps=1e-6)
-    to = to.reshape(rows, targets, dim).transpose(1, 2)
-    barred = None  # rows of unequal length only
-    if not used.all():
-        barred = to.new_zeros(rows, 1, targets).masked_fill_(~used.reshape(rows, 1, targets), -torch.inf)
-    source = from_index.reshape(rows, count) + first
-    width = max(1, SIMILARITIES // (rows * targets))
-    for start in range(0, count, width):
-        part = slice(start, min(start + width, count))
-        own = flat.index_select(0, source[:, part].flatten()).to(dtype)
-        dots = torch.bmm(own.reshape(rows, -1, dim), to)
-        length = own.norm(dim=-1).clamp_(min=1e-6).reshape(rows, -1)
-        # The length of the key that asks does not change which target is best.
-        most, index[:, part] = (dots if barred is None else dots.add_(barred)).max(-1)
-        best[:, part] = most / length
-    index = place.reshape(rows, targets).gather(1, index)
-    return best.reshape(batch, heads, count), index.reshape(batch, heads, count)
-
-
-def group_by_similarity(
-    entries: Entries,
-    kept: Tensor,
-    kept_used: Tensor,
-    open_kept: Tensor,
-    dropped: Tensor,
-    dropped_used: Tensor,
-    *,
-    threshold: float,
-    max_votes: int,
-) -> Groups:
-    """Every dropped entry joins its most similar retained one (KeepKV Algorithm 1); the rest stays dropped.
-
-    Args:
-        entries: all entries, [B, Hkv, N].
-        kept, kept_used: [B, Hkv, M] retained entries as indices into N.
-        open_kept: [B, Hkv, M] bool, retained entries that may receive members.
-        dropped, dropped_used: [B, Hkv, E] candidates as indices into N.
-        threshold: least cosine similarity of stored keys.
-        max_votes: most tokens one entry may come to stand for; a target takes its most similar candidates
-            first (earlier entry first on a tie) and stops at the first that no longer fits.
-    """
-    batch, heads, slots = entries.tokens.shape
-    rows, most = batch * heads, kept.shape[-1]
-    similarity, choice = nearest(entries.k, dropped, kept, kept_used & open_kept)
-    joins = dropped_used & (similarity >= threshold) & similarity.isfinite()
-    row = torch.arange(rows, device=kept.device).reshape(batch, heads, 1)
-    target, similarity = (choice + row * most)[joins], similarity[joins]
-    member = (dropped + row * slots)[joins]
-    size = entries.tokens.reshape(-1).long()
-    own = (kept + row * slots).reshape(-1)
-    room = max_votes - size.index_select(0, own)
-    asked = torch.zeros_like(room).index_add_(0, target, size.index_select(0, member))
-
-    # Only where a target is asked for more than it has room for, the order of its candidates matters.
-    crowded = (asked > room).index_select(0, target).nonzero().flatten()
-    crowded = crowded[similarity.index_select(0, crowded).argsort(descending=True, stable=True)]
-    crowded = crowded[target.index_select(0, crowded).argsort(stable=True)]
-    at = target.index_select(0, crowded)
-    wanted = size.index_select(0, member.index_select(0, crowded))
-    running = wanted.cumsum(0)
-    first = torch.searchsorted(at, at)  # the first candidate of the same target
-    running -= (running - wanted).index_select(0, first)
-    stays = torch.ones_like(target, dtype=torch.bool)
-    stays[crowded] = running <= room.index_select(0, at)
-    member, target = member[stays], target[stays]
-
-    merged = torch.zeros(rows * most, dtype=torch.bool, device=kept.device).index_fill_(0, target, True)
-    member = torch.cat([own[merged], member])
-    target, order = torch.cat([merged.nonzero().flatten(), target]).sort(stable=True)
-    return Groups(member[order], target, merged.reshape(batch, heads, most))
 
 
 def merge(
@@ -161,7 +56,7 @@ def merge(
         entries: all entries [B, Hkv, N]; they may carry log-votes and stand for several tokens.
         seen: the queries that weigh the members. Without a usable query members weigh by their votes.
         kept, kept_used: [B, Hkv, M] retained entries as indices into N.
-        groups: from :func:`group_by_similarity`.
+        groups: from :func:`kvpass.kernels.group.group_by_similarity`.
         key_mode: ``fixed`` keeps the target's key, ``convex`` takes the weighted mean, ``zip`` scales the
             mean by the paper's lam limited to [0.8, 1.25] and leaves the remainder to the log-vote,
             ``zip_strict`` is the paper's Eq. 25 with log-vote ln P (a group whose scale is not finite keeps
@@ -198,7 +93,7 @@ def merge(
             continue
         own = block.mass.reshape(rows * slots, -1).index_select(0, member)
         scale = block.total.reciprocal().unsqueeze(1)
-        group = _segment_sum(own, target, rows * most).reshape(rows, most, -1) * scale
+        group = segment_sum(own, target, rows * most).reshape(rows, most, -1) * scale
         mass[:, :, block.at] = group
         group = (group * scale).reshape(rows * most, -1)
         weight += own.mul_(group.index_select(0, target)).sum(1)
@@ -211,21 +106,21 @@ def merge(
     if member.numel():
         merged = groups.merged.reshape(rows, most)
         members_votes = entries.log_votes.to(dtype).reshape(-1).index_select(0, member)
-        log_p = _segment_logsumexp(members_votes, target, rows * most)
-        total = _segment_sum(weight, target, rows * most)
+        log_p = segment_logsumexp(members_votes, target, rows * most)
+        total = segment_sum(weight, target, rows * most)
         faint = (total < FAINT).index_select(0, target)
         if faint.any():
             group, offset[group], mass.view(rows * most, -1)[group], weight[faint] = _faint(
                 entries, q, q_pos, log_z, member[faint], target[faint], causal=causal
             )
-            total = _segment_sum(weight, target, rows * most)
+            total = segment_sum(weight, target, rows * most)
         by_votes = (members_votes - log_p.index_select(0, target)).exp()
         share = total.index_select(0, target)
         weight = torch.where(share > 0, weight / share, by_votes).unsqueeze(1)
-        tokens = _segment_sum(entries.tokens.reshape(-1).index_select(0, member), target, rows * most)
+        tokens = segment_sum(entries.tokens.reshape(-1).index_select(0, member), target, rows * most)
         tokens = torch.where(groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens)
 
-        mean = _segment_sum(weight * entries.k.reshape(-1, dim).index_select(0, member).to(dtype), target, rows * most)
+        mean = segment_sum(weight * entries.k.reshape(-1, dim).index_select(0, member).to(dtype), target, rows * most)
         mean = mean.reshape(rows, most, dim)
         if key_mode != "fixed":
             scaled = mean
@@ -238,7 +133,7 @@ def merge(
             # The log-vote below must answer for the key that decoding will read, so round it to storage
             # first.
             k = torch.where(merged.unsqueeze(-1), scaled.to(entries.k.dtype).to(dtype), k)
-        average = _segment_sum(weight * v.reshape(rows * slots, -1).index_select(0, member), target, rows * most)
+        average = segment_sum(weight * v.reshape(rows * slots, -1).index_select(0, member), target, rows * most)
         value = torch.where(merged.unsqueeze(-1), average.reshape(rows, most, -1), value)
 
     logits = torch.bmm(k, q.transpose(1, 2)) if member.numel() or value_fit else None
@@ -342,20 +237,8 @@ def _faint(
     peak = own.new_full((len(group),), -torch.inf).scatter_reduce(0, target, own.amax(1), "amax")
     peak = peak.masked_fill(peak.isneginf(), 0)
     own = own.sub_(peak.index_select(0, target).unsqueeze(1)).exp_()
-    mass = _segment_sum(own, target, len(group))
+    mass = segment_sum(own, target, len(group))
     return group, peak, mass, own.mul_(mass.index_select(0, target)).sum(1)
-
-
-def _segment_sum(x: Tensor, target: Tensor, count: int) -> Tensor:
-    """Sum rows of ``x`` [T, ...] by ``target`` [T] into [count, ...]."""
-    return x.new_zeros(count, *x.shape[1:]).index_add_(0, target, x)
-
-
-def _segment_logsumexp(x: Tensor, target: Tensor, count: int) -> Tensor:
-    """Log of the summed exponentials of ``x`` [T] by ``target``; -inf for an empty segment."""
-    peak = x.new_full((count,), -torch.inf).scatter_reduce(0, target, x, "amax")
-    peak = peak.masked_fill(peak.isneginf(), 0)
-    return _segment_sum((x - peak.index_select(0, target)).exp(), target, count).log() + peak
 
 
 def _zip_scale(mean: Tensor, q: Tensor, log_mass: Tensor, log_z: Tensor, log_p: Tensor) -> Tensor:

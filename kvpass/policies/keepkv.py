@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvpass.budget import Budget
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.merge import KEY_MODES, KeyMode, group_by_similarity, merge
+from kvpass.kernels.group import group_by_similarity
+from kvpass.kernels.merge import KEY_MODES, KeyMode, merge
 from kvpass.kernels.score import (
     Block,
     attention_blocks,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from kvpass.kernels import score as score_module
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.merge import KEY_MODES, Groups, fit_values, group_by_similarity, merge, nearest
+from kvpass.kernels.group import Groups, group_by_similarity, nearest
+from kvpass.kernels.merge import KEY_MODES, fit_values, merge
 from kvpass.kernels.score import attention_blocks, compact
 
 ADDITIVE = ("fixed", "convex", "zip")
