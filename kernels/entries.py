@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.kernels.frame import Frame
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -46,8 +48,14 @@ class Entries:
 
 @dataclass(frozen=True)
 class Observation:
-    """Queries seen during prefill, for judging one layer's entries."""
+    """What the prompt shows of one layer, for judging its entries."""
 
     q: Tensor  # [B, Hq, W, Dk] queries after rotation, as the attention saw them
     q_pos: Tensor  # [B, W] int32 positions; -1 = slot unused (sequence shorter than W)
     scale: float  # logit = scale * q . k
+    frame: Frame | None = None  # None: keys do not turn with their position, or how they do could not be read
+    out: Tensor | None = None  # [Hq, Dv, E] output projection of each query head, a view of the model's weight
+    # [B, S, E] the attention's input at the prompt's columns, where the policy taps this layer; None while decoding
+    hidden: Tensor | None = None
+    hidden_pos: Tensor | None = None  # [B, S] int32 position of each column of ``hidden``; -1 = padding
+    turns: bool = False  # the key depends on its position

@@ -8,7 +8,7 @@ fp64 stays fp64.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def recent_queries(seen: Observation, window: int) -> Observation:
     pos, index = pos.flip(-1), index.flip(-1)
     last = seen.q_pos.amax(-1, keepdim=True) if held else pos
     q = seen.q.gather(2, index[:, None, :, None].expand(-1, seen.q.shape[1], -1, seen.q.shape[-1]))
-    return Observation(q=q, q_pos=torch.where(pos > last - window, pos, -1), scale=seen.scale)
+    return replace(seen, q=q, q_pos=torch.where(pos > last - window, pos, -1))
 
 
 def one_head_each(seen: Observation, kv_heads: int) -> Observation:
@@ -68,7 +68,7 @@ def one_head_each(seen: Observation, kv_heads: int) -> Observation:
     turn = turn[:, None, None, :, None].expand(-1, kv_heads, 1, -1, dim)
     spare = -width % LANES
     q = torch.nn.functional.pad(q.gather(2, turn).squeeze(2), (0, 0, 0, spare))
-    return Observation(q, torch.nn.functional.pad(seen.q_pos, (0, spare), value=-1), seen.scale)
+    return replace(seen, q=q, q_pos=torch.nn.functional.pad(seen.q_pos, (0, spare), value=-1))
 
 
 def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

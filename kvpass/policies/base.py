@@ -43,6 +43,10 @@ class Policy(ABC):
         """Queries of a prompt of ``length`` tokens it wants to see: the last so many, or sorted positions."""
         return self.window
 
+    def taps(self, layers: int) -> tuple[int, ...]:
+        """Which of the model's ``layers`` full-attention layers it wants the hidden states of."""
+        return ()
+
     @abstractmethod
     def score(self, entries: Entries, seen: Observation) -> Tensor:
         """[B, Hkv, N] fp32, the higher stays; +inf for sinks and the recent window, -inf for unused slots."""
