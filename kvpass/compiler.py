@@ -78,6 +78,10 @@ def compile(
     bound = None if decode_budget is None else Budget.parse(decode_budget)
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+    if chosen.wants == "continuation":
+        raise ValueError(
+            f"policy {chosen.name!r} judges by the tokens that follow the prompt; only an evaluation has them"
+        )
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ValueError(f"unknown kv_dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
     model = _original(model)

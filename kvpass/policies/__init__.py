@@ -5,20 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpass.policies.base import Policy
+from kvpass.policies.h2o import H2O
 from kvpass.policies.keepkv import KeepKV
+from kvpass.policies.oracle import Oracle
+from kvpass.policies.pyramidkv import PyramidKV
+from kvpass.policies.random import Random
 from kvpass.policies.reference import Reference
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming import Streaming
+from kvpass.policies.tova import TOVA
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "streaming": Streaming,
     "snapkv": SnapKV,
-    "adakv": lambda: SnapKV(allocator="layer"),
+    "pyramidkv": PyramidKV,
+    "adakv": lambda: SnapKV(allocator="blend"),
+    "h2o": H2O,
+    "tova": TOVA,
     "reference": Reference,
     "keepkv": KeepKV,
+    "random": Random,
+    "oracle": Oracle,
 }
 
-__all__ = ["POLICIES", "KeepKV", "Policy", "Reference", "SnapKV", "Streaming", "get"]
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "TOVA",
+    "KeepKV",
+    "Oracle",
+    "Policy",
+    "PyramidKV",
+    "Random",
+    "Reference",
+    "SnapKV",
+    "Streaming",
+    "get",
+]
 
 
 def get(policy: str | Policy) -> Policy:

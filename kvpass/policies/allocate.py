@@ -37,6 +37,34 @@ def over_model(scores: Sequence[Tensor], totals: Sequence[int], *, floor: float 
     return list(_compete(torch.cat(padded, 1), even, floor).split(widths, 1))
 
 
+def blend(scores: Sequence[Tensor], totals: Sequence[int], *, floor: float = 0.2) -> list[Tensor]:
+    """AdaKV's safeguard as released: a head's count is what it wins in its layer, ``floor`` of it evened out.
+
+    A head that wins ``m`` of the layer's open entries gets ``round((1 - floor) m + floor c)``, where ``c`` is the
+    even share; rounding is made good within the layer. Pinned entries stand outside.
+    """
+    quotas = []
+    for score, even in zip(scores, uniform(scores, totals), strict=True):
+        won = _compete(score, even, 0.0)
+        pinned = torch.minimum(score.isposinf().sum(-1), won)
+        share = (floor * (even - pinned)).floor()
+        wanted = pinned + ((won - pinned) * (1 - floor) + share).round().long()
+        quotas.append(fit(wanted, even.sum(-1), (~score.isneginf()).sum(-1)))
+    return quotas
+
+
+def fit(wanted: Tensor, totals: Tensor, available: Tensor) -> Tensor:
+    """``wanted`` [B, R] int64 changed as evenly as possible until each sequence sums to ``totals`` [B].
+
+    No row exceeds ``available`` [B, R] or, where the total permits, falls below one entry.
+    """
+    wanted = torch.minimum(wanted.clamp(min=1), available)
+    missing = torch.minimum(totals, available.sum(-1)) - wanted.sum(-1)
+    wanted = wanted + even_split(missing.clamp(min=0), available - wanted)
+    wanted = wanted - even_split((-missing).clamp(min=0), (wanted - 1).clamp(min=0))
+    return wanted - even_split((wanted.sum(-1) - totals).clamp(min=0), wanted)
+
+
 def _compete(score: Tensor, even: Tensor, floor: float) -> Tensor:
     """Share out ``even`` [B, R] anew among the rows of ``score`` [B, R, N]: pinned and floor first."""
     batch, rows, slots = score.shape
@@ -56,5 +84,6 @@ def _compete(score: Tensor, even: Tensor, floor: float) -> Tensor:
 ALLOCATORS: dict[str, Callable[..., list[Tensor]]] = {
     "uniform": uniform,
     "layer": per_layer,
+    "blend": blend,
     "global": over_model,
 }

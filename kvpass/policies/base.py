@@ -26,10 +26,11 @@ class Policy(ABC):
 
     window: int = 32  # last prompt tokens: their queries judge, their entries stay exact
     sinks: int = 4  # first entries of a row, which stay exact
-    allocator: str = "uniform"  # uniform | layer | global
-    floor: float = 0.2  # layer, global: share of the even split every row keeps
+    allocator: str = "uniform"  # uniform | layer | blend | global
+    floor: float = 0.2  # share of the even split that every row keeps, or by which blend evens rows out
 
     name: ClassVar[str]
+    wants: ClassVar[str] = "prompt"  # whose queries judge: the prompt's | a rehearsal's | the continuation's
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:
@@ -51,9 +52,19 @@ class Policy(ABC):
     def score(self, entries: Entries, seen: Observation) -> Tensor:
         """[B, Hkv, N] fp32, the higher stays; +inf for sinks and the recent window, -inf for unused slots."""
 
+    def scores(self, layers: Sequence[tuple[Entries, Observation]]) -> list[Tensor]:
+        """:meth:`score` of every layer, in order."""
+        return [self.score(*layers[i]) for i in range(len(layers))]
+
     def allocate(self, scores: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
         """Entries per row, [B, Hkv] int64 a layer; sequence b sums to ``min(totals[b], its entries)``."""
         return ALLOCATORS[self.allocator](scores, totals, floor=self.floor)
+
+    def quotas(
+        self, layers: Sequence[tuple[Entries, Observation]], scores: Sequence[Tensor], totals: Sequence[int]
+    ) -> list[Tensor]:
+        """As :meth:`allocate`, for policies that judge whole rows by their entries and not by the scores alone."""
+        return self.allocate(scores, totals)
 
     def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
         """What is stored for ``keep`` [B, Hkv, N] bool: kept entries by position, padded."""
@@ -106,7 +117,7 @@ class Policy(ABC):
         """
         rows = sum(entries.k.shape[1] for entries, _ in layers)
         totals = budget.total(lengths, rows)
-        scores = [self.score(*layers[i]) for i in range(len(layers))]
-        for i, quota in enumerate(self.allocate(scores, totals)):
+        scores = self.scores(layers)
+        for i, quota in enumerate(self.quotas(layers, scores, totals)):
             keep = self.select(scores[i], quota)
             yield self.represent(*layers[i], keep)

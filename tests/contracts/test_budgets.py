@@ -105,6 +105,12 @@ def test_a_bad_policy_lists_the_known_ones(tiny_model):
         kvpass.compile(tiny_model("llama"), backend="tpu")
 
 
+def test_a_policy_that_needs_the_future(tiny_model):
+    """A policy that judges by the continuation is refused in one sentence: only an evaluation knows it."""
+    with pytest.raises(ValueError, match="'oracle' judges by the tokens that follow"):
+        kvpass.compile(tiny_model("llama"), policy="oracle")
+
+
 @pytest.mark.parametrize("policy", ["streaming", "snapkv", "keepkv"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_decode_budget_bounds_the_cache(tiny_model, policy, batch):

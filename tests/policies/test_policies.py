@@ -8,55 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass.budget import Budget
-from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.merge import KEY_MODES
 from kvpass.kernels.score import attention_mass, attention_rms, one_head_each, recent_queries
-from kvpass.policies import POLICIES, KeepKV, Policy, Reference, SnapKV, Streaming, get
+from kvpass.policies import (
+    H2O,
+    POLICIES,
+    TOVA,
+    KeepKV,
+    Oracle,
+    Policy,
+    PyramidKV,
+    Random,
+    Reference,
+    SnapKV,
+    Streaming,
+    get,
+)
 from kvpass.policies.allocate import ALLOCATORS
 from kvpass.policies.reference import spread
-
-HEADS, GROUP, DIM = 2, 2, 4
-
-
-def prompt(length, layer, seed=0):
-    """One sequence's entries and all its queries: (k, v, q)."""
-    g = torch.Generator().manual_seed(1000 * seed + 17 * layer + length)
-
-    def make(heads):
-        return torch.randn(1, heads, length, DIM, generator=g, dtype=torch.float64) * 1.5
-
-    return make(HEADS), make(HEADS), make(HEADS * GROUP)
-
-
-def layers_of(policy, lengths, count=3, seed=0):
-    """A padded batch of ``lengths`` as a policy meets it: ``count`` layers of (entries, observation)."""
-    result = []
-    longest = max(lengths)
-    asked = [policy.observe(n) for n in lengths]
-    where = [torch.arange(max(0, n - a), n) if isinstance(a, int) else a for n, a in zip(lengths, asked, strict=True)]
-    width = max(len(w) for w in where)
-    for layer in range(count):
-        k = torch.randn(len(lengths), HEADS, longest, DIM, dtype=torch.float64)
-        v = torch.randn_like(k)
-        tokens = torch.zeros(len(lengths), HEADS, longest, dtype=torch.int32)
-        pos = torch.full_like(tokens, -1)
-        q = torch.randn(len(lengths), HEADS * GROUP, width, DIM, dtype=torch.float64)
-        q_pos = torch.full((len(lengths), width), -1, dtype=torch.int32)
-        for b, n in enumerate(lengths):
-            own_k, own_v, own_q = prompt(n, layer, seed)
-            k[b, :, :n], v[b, :, :n] = own_k[0], own_v[0]
-            tokens[b, :, :n], pos[b, :, :n] = 1, torch.arange(n, dtype=torch.int32)
-            start = width - len(where[b])
-            q[b, :, start:], q_pos[b, start:] = own_q[0][:, where[b]], where[b].int()
-        votes = torch.zeros(tokens.shape).masked_fill(tokens == 0, -torch.inf)
-        result.append((Entries(k, v, votes, tokens, pos), Observation(q, q_pos, 0.5)))
-    return result
-
-
-def kept(entries, b):
-    """[heads] lists of the positions sequence ``b`` keeps."""
-    return [entries.pos[b, h][entries.valid[b, h]].tolist() for h in range(entries.pos.shape[1])]
-
+from tests.policies.tiny import DIM, GROUP, HEADS, choose, kept, layers_of
 
 SMALL = [
     Streaming(window=4, sinks=2),
@@ -64,11 +34,18 @@ SMALL = [
     SnapKV(window=4, sinks=2, pool=3, allocator="layer"),
     SnapKV(window=4, sinks=2, pool=3, allocator="global"),
     Reference(window=4, sinks=2, references=9),
+    SnapKV(window=4, sinks=2, pool=3, allocator="blend"),
+    PyramidKV(window=2, sinks=1, pool=3, beta=4),
+    H2O(window=4),
+    TOVA(),
+    Random(),
+    Oracle(),
     KeepKV(window=4, sinks=2, references=9),
     KeepKV(window=4, sinks=2, references=9, allocator="global", key_mode="fixed"),
     KeepKV(window=4, sinks=2, references=0, value_fit=False, key_mode="zip"),
     KeepKV(selector=SnapKV(window=4, sinks=2, pool=3, allocator="layer"), references=9),
 ]
+MERGING = KeepKV(window=4, sinks=2, references=9)
 names = [f"{p.name}-{p.allocator}-{getattr(p, 'key_mode', '')}" for p in SMALL]
 
 
@@ -94,7 +71,7 @@ def test_frozen():
         (lambda: SnapKV(window=0), "window"),
         (lambda: SnapKV(sinks=-1), "sinks"),
         (lambda: SnapKV(pool=4), "pool"),
-        (lambda: SnapKV(allocator="heads"), "uniform, layer, global"),
+        (lambda: SnapKV(allocator="heads"), "uniform, layer, blend, global"),
         (lambda: SnapKV(floor=1.5), "floor"),
         (lambda: Reference(references=0), "references"),
         (lambda: KeepKV(key_mode="zipp"), "fixed, convex"),
@@ -163,20 +140,6 @@ def test_whole_budget_changes_nothing(policy):
         used = before.valid
         for field in ("k", "v", "log_votes", "tokens", "pos"):
             assert torch.equal(getattr(before, field)[used], getattr(after, field)[used])
-
-
-def pinned_order(length, sinks, window):
-    """The order in which sinks and window claim a row's quota."""
-    recent = list(range(max(0, length - window), length))
-    first = [n for n in range(min(sinks, length)) if n != length - 1]
-    return [length - 1, *first, *(n for n in reversed(recent) if n not in first and n != length - 1)]
-
-
-def choose(score, quota, length, sinks, window):
-    """Plain loops: pinned entries in their order, then the best scores, the earlier first on a tie."""
-    pinned = pinned_order(length, sinks, window)
-    rest = sorted((n for n in range(length) if n not in pinned), key=lambda n: (-score[n], n))
-    return sorted((pinned + rest)[:quota])
 
 
 @pytest.mark.parametrize("quota", range(1, 14))
@@ -357,7 +320,7 @@ def test_spread_crowds_towards_the_end(length, references, window):
     assert set(range(max(0, length - window), length)) <= set(at.tolist())
 
 
-@pytest.mark.parametrize("policy", [SMALL[5], dataclasses.replace(SMALL[5], selector=None, round_robin=False)])
+@pytest.mark.parametrize("policy", [MERGING, dataclasses.replace(MERGING, selector=None, round_robin=False)])
 def test_shared_attention_changes_nothing(policy):
     """Scoring and merging from one pass over the keys gives what scoring and then merging gives."""
     policy = dataclasses.replace(policy, selector=None, window=2)  # small enough for every quota to hold
