@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpass.policies.base import Policy
+from kvpass.policies.duo import DuoAttention
+from kvpass.policies.expected import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keepkv import KeepKV
 from kvpass.policies.oracle import Oracle
@@ -22,6 +24,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "adakv": lambda: SnapKV(allocator="blend"),
     "h2o": H2O,
     "tova": TOVA,
+    "expected": ExpectedAttention,
+    "duo": DuoAttention,
     "reference": Reference,
     "keepkv": KeepKV,
     "random": Random,
@@ -32,6 +36,8 @@ __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
+    "DuoAttention",
+    "ExpectedAttention",
     "KeepKV",
     "Oracle",
     "Policy",

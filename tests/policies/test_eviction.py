@@ -7,7 +7,8 @@ import torch
 
 from kvpass.budget import Budget
 from kvpass.kernels.entries import Observation
-from kvpass.policies import H2O, TOVA, Oracle, PyramidKV, Random, SnapKV
+from kvpass.kernels.frame import Frame
+from kvpass.policies import H2O, TOVA, DuoAttention, ExpectedAttention, Oracle, PyramidKV, Random, SnapKV
 from kvpass.policies.allocate import fit
 from tests.policies.tiny import GROUP, HEADS, choose, kept, layers_of
 
@@ -135,3 +136,76 @@ def test_fit_meets_totals():
             assert got.sum() == total and (got <= available).all() and (got >= 0).all()
             assert total < 3 or (got >= 1).all()
     assert fit(torch.tensor([[4, 1, 2]]), torch.tensor([9]), available).tolist() == [[5, 2, 2]]
+
+
+FRAME = Frame(torch.tensor([0, 1]), torch.tensor([2, 3]), torch.tensor([1.0, 0.1], dtype=torch.float64))
+
+
+def rotation(at):
+    """[4, 4] matrix that turns a vector from position 0 to position ``at``, as FRAME does."""
+    matrix = torch.zeros(4, 4, dtype=torch.float64)
+    for (a, b), freq in zip(((0, 2), (1, 3)), (1.0, 0.1), strict=True):
+        angle = torch.tensor(at * freq, dtype=torch.float64)
+        matrix[a, a] = matrix[b, b] = angle.cos()
+        matrix[b, a], matrix[a, b] = angle.sin(), -angle.sin()
+    return matrix
+
+
+@pytest.mark.parametrize("frame", [FRAME, None], ids=["turning", "still"])
+def test_expected_attention(frame):
+    """The mean of exp(q·k) over a Gaussian fitted to un-rotated queries, at the mean rotation to come, times |v|."""
+    policy = ExpectedAttention(sinks=2, references=11, future=6, epsilon=0.01)
+    entries, seen = one_layer(policy)
+    seen = dataclasses.replace(seen, frame=frame)
+    assert seen.q_pos[0].min() == 2 and seen.q_pos.shape[1] == 11
+    (out,) = policy.compress([(entries, seen)], Budget.parse(9), [N])
+    for h in range(HEADS):
+        weight = torch.zeros(N, dtype=torch.float64)
+        for g in range(GROUP):
+            turn = [rotation(at) if frame else torch.eye(4, dtype=torch.float64) for at in range(N + 6)]
+            q = seen.q[0, h * GROUP + g]
+            q = torch.stack([turn[at].T @ row for at, row in zip(seen.q_pos[0].tolist(), q, strict=True)])
+            coming = torch.stack(turn[N:]).mean(0)
+            mean, cov = coming @ q.mean(0), coming @ q.T.cov(correction=0) @ coming.T
+            k = entries.k[0, h]
+            logits = torch.stack([0.5 * mean @ k[n] + 0.125 * k[n] @ cov @ k[n] for n in range(2, N)])
+            weight[2:] += logits.softmax(0) / GROUP
+        score = ((weight + 0.01) * entries.v[0, h].norm(dim=-1)).tolist()
+        assert kept(out, 0)[h] == choose(score, 9, N, 2, 1)
+
+
+def test_duo_scores_heads_by_distance():
+    """The mean running sum of the mean query's attention to the mean key at each distance."""
+    policy = DuoAttention(references=9, span=7)
+    entries, seen = one_layer(policy)
+    seen = dataclasses.replace(seen, frame=FRAME)
+    got = policy.retrieval(entries, seen)[0]
+    for h in range(HEADS):
+        key = torch.stack([rotation(n).T @ entries.k[0, h, n] for n in range(N)]).mean(0)
+        area = 0.0
+        for g in range(GROUP):
+            at = seen.q_pos[0].tolist()
+            query = torch.stack([rotation(n).T @ seen.q[0, h * GROUP + g, w] for w, n in enumerate(at)]).mean(0)
+            logits = torch.stack([0.5 * (rotation(6) @ query) @ (rotation(n) @ key) for n in range(7)])
+            area += float(logits.softmax(0).cumsum(0).mean()) / GROUP
+        assert float(got[h]) == pytest.approx(area, abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 4, 9, 14, 22, 24])
+def test_duo_splits_rows(budget):
+    """The best rows are whole, one takes what is left, the others hold sinks and recent tokens; less budget, fewer."""
+    policy = DuoAttention(sinks=1, recent=5, references=9, span=7)
+    layers = [(e, dataclasses.replace(s, frame=FRAME)) for e, s in layers_of(policy, [N])]
+    head = torch.cat([policy.retrieval(*pair)[0] for pair in layers])
+    out = list(policy.compress(layers, Budget.parse(budget), [N]))
+    counts = torch.cat([e.lengths[0] for e in out])
+    assert counts.sum() == budget * len(counts)
+    small = max(1, min(6, budget // 2))
+    whole, left = divmod(len(counts) * (budget - small), N - small)
+    expected = [N] * whole + ([small + left] if whole < len(counts) else []) + [small] * (len(counts) - whole - 1)
+    assert counts[head.argsort(descending=True)].tolist() == expected
+    for e in out:
+        for positions in kept(e, 0):
+            sinks = min(1, len(positions) // 5) if len(positions) < N else 0
+            recent = len(positions) - sinks
+            assert positions == list(range(sinks)) + list(range(N - recent, N))
