@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpass.policies.base import Policy
+from kvpass.policies.cam import CaM
+from kvpass.policies.d2o import D2O
 from kvpass.policies.duo import DuoAttention
 from kvpass.policies.expected import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keepkv import KeepKV
+from kvpass.policies.kvmerger import KVMerger
 from kvpass.policies.oracle import Oracle
 from kvpass.policies.pyramidkv import PyramidKV
 from kvpass.policies.random import Random
@@ -28,16 +31,22 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "duo": DuoAttention,
     "reference": Reference,
     "keepkv": KeepKV,
+    "cam": CaM,
+    "d2o": D2O,
+    "kvmerger": KVMerger,
     "random": Random,
     "oracle": Oracle,
 }
 
 __all__ = [
+    "D2O",
     "H2O",
     "POLICIES",
     "TOVA",
+    "CaM",
     "DuoAttention",
     "ExpectedAttention",
+    "KVMerger",
     "KeepKV",
     "Oracle",
     "Policy",

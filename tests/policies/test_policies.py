@@ -11,12 +11,15 @@ from kvpass.budget import Budget
 from kvpass.kernels.merge import KEY_MODES
 from kvpass.kernels.score import attention_mass, attention_rms, one_head_each, recent_queries
 from kvpass.policies import (
+    D2O,
     H2O,
     POLICIES,
     TOVA,
+    CaM,
     DuoAttention,
     ExpectedAttention,
     KeepKV,
+    KVMerger,
     Oracle,
     Policy,
     PyramidKV,
@@ -48,6 +51,12 @@ SMALL = [
     KeepKV(window=4, sinks=2, references=9, allocator="global", key_mode="fixed"),
     KeepKV(window=4, sinks=2, references=0, value_fit=False, key_mode="zip"),
     KeepKV(selector=SnapKV(window=4, sinks=2, pool=3, allocator="layer"), references=9),
+    CaM(sinks=2, spread=3),
+    CaM(sinks=2, spread=3, keep="streaming", deterministic=True, votes=True),
+    D2O(sinks=2),
+    D2O(sinks=2, mode="code", votes=True),
+    KVMerger(),
+    KVMerger(allocator="layer", least=0.75, votes=True),
 ]
 MERGING = KeepKV(window=4, sinks=2, references=9)
 names = [f"{p.name}-{p.allocator}-{getattr(p, 'key_mode', '')}" for p in SMALL]
