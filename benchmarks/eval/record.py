@@ -1,0 +1,193 @@
+"""One prefill of a sample on the full cache, with every query observed: what all policies are judged on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import kvpass
+from kvpass.budget import Budget
+from kvpass.cache import RaggedCache
+from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.layout import unpack
+from kvpass.policies.base import Policy
+from kvpass.policies.regions import Regions
+from kvpass.runtime import Runtime
+
+WITHOUT = 64  # tokens of a text that the model without context still sees, where there is no question
+
+
+@dataclass(frozen=True)
+class Recorder(Policy):
+    """Keeps everything, and the observations of the last prompt in ``seen``."""
+
+    seen: list[Observation] = field(default_factory=list, compare=False, repr=False)
+    name: ClassVar[str] = "recorder"
+
+    def observe(self, length: int) -> int:
+        return length
+
+    def score(self, entries: Entries, seen: Observation) -> Tensor:
+        return torch.zeros_like(entries.log_votes)
+
+    def compress(
+        self, layers: Sequence[tuple[Entries, Observation]], budget: Budget, lengths: Sequence[int]
+    ) -> Iterator[Entries]:
+        self.seen[:] = [seen for _, seen in layers]
+        yield from (entries for entries, _ in layers)
+
+
+@dataclass(frozen=True)
+class Instrument:
+    """A model compiled to keep everything, and to return the queries of what follows a prompt."""
+
+    runtime: Runtime
+    recorder: Recorder
+    ends: tuple[int, ...] = ()  # tokens that end an answer
+
+    @staticmethod
+    def of(model: nn.Module) -> Instrument:
+        """Compile ``model``; its programs are shared with every other compilation of it.
+
+        Raises:
+            UnsupportedModelError: as :func:`kvpass.compile`.
+            ValueError: no layer has full attention, so nothing can be compressed.
+        """
+        recorder = Recorder(window=1)
+        # The decode budget makes the step program return its queries; at 1 it never compresses.
+        made = kvpass.compile(model, budget=1.0, policy=recorder, decode_budget=1.0, backend="eager")
+        if all(layer.window for layer in made.kvpass.runtime.layers):
+            raise ValueError("every layer of this model has a sliding window, so there is nothing to compress")
+        ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+        ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        return Instrument(made.kvpass.runtime, recorder, ends)
+
+    @property
+    def full(self) -> list[int]:
+        """Indices of the layers that are compressed."""
+        return [index for index, layer in enumerate(self.runtime.layers) if not layer.window]
+
+    @property
+    def rows(self) -> int:
+        """(Layer, KV head) rows that a budget counts."""
+        return sum(self.runtime.layers[index].kv_heads for index in self.full)
+
+    def run(self, cache: RaggedCache, ids: Sequence[int], keep: Sequence[int] | None = None) -> Tensor:
+        """[K, V] fp32 logits after the columns ``keep`` (all) of ``ids``; an empty cache reads them as a prompt."""
+        device = next(self.runtime.step.module.parameters()).device
+        columns = torch.arange(len(ids)) if keep is None else torch.tensor(keep, dtype=torch.int64)
+        cache.prompt_end = cache.columns or None  # what follows a prompt is not compressed
+        tokens = torch.tensor([list(ids)], device=device)
+        return self.runtime.run(cache, tokens, None, None, columns.to(device))[0].float()
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Everything that happened on the full cache, up to the cut where compression takes place, and after it."""
+
+    instrument: Instrument
+    cut: int  # tokens before the cut
+    regions: Regions  # of those
+    question: tuple[int, ...]  # tokens of the prompt after the cut
+    rest: tuple[int, ...]  # all tokens after the cut, teacher-forced; the last one of the answer is never fed
+    gold: tuple[int, ...]  # the scored tokens
+    snapshot: RaggedCache  # at the cut, everything kept
+    entries: list[Entries]  # per full-attention layer, [1, Hkv, cut, D]
+    seen: list[Observation]  # per full-attention layer, every query before the cut
+    later: list[Observation]  # the queries of ``rest``
+    end: RaggedCache  # after ``rest``, everything kept
+    first: Tensor  # [V] logits at the cut
+    full: Tensor  # [T, V] log-probabilities at the scored tokens
+    without: Tensor  # [T, V] the same without the context
+    rehearsed: dict[tuple[int, ...], list[Observation]] = field(default_factory=dict)
+
+    def observation(self, policy: Policy, context: Sequence[int]) -> list[Observation]:
+        """What ``policy`` gets to see, by what it wants: the prompt's queries, a rehearsal's or the continuation's."""
+        wants = getattr(policy, "wants", "prompt")
+        if wants == "continuation":
+            return self.later
+        if wants == "rehearsal":
+            ids = tuple(int(token) for token in policy.rehearsal(list(context)))
+            if ids not in self.rehearsed:
+                self.rehearsed[ids] = queries_after(self.instrument, self.snapshot.fork(), ids)
+            return self.rehearsed[ids]
+        asked = policy.observe(self.cut)
+        index = torch.arange(max(0, self.cut - asked), self.cut) if isinstance(asked, int) else asked
+        return [sliced(seen, index) for seen in self.seen]
+
+
+def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Recording:
+    """Run ``tokens`` (:class:`kvpass.benchmarks.tasks.Tokens`) on the full cache.
+
+    With ``aware`` the cut lies behind the suffix, else before it. With ``free`` prefix and suffix are exact and not
+    charged. Scored are the tokens of the answer whose prediction reads the compressed cache: with nothing between cut
+    and answer its first token is predicted by the prompt's own attention, and is left out.
+
+    Raises:
+        ValueError: nothing to compress, or nothing to score.
+    """
+    prefix, context, suffix, gold = (tuple(part) for part in (tokens.prefix, tokens.context, tokens.suffix, tokens.gold))
+    before = prefix + context + (suffix if aware else ())
+    after = () if aware else suffix
+    if not context:
+        raise ValueError("a sample without context has nothing to compress")
+    skipped = 0 if after else 1
+    if len(gold) <= skipped:
+        raise ValueError("the answer is one token, which the prompt's own attention predicts; nothing is left to score")
+    regions = Regions(len(prefix), len(suffix) if aware else 0) if free else Regions()
+    rest = after + gold[:-1]
+    scored = gold[skipped:]
+    kept = range(len(rest) - len(scored), len(rest))
+
+    cache = instrument.runtime.new_cache()
+    first = instrument.run(cache, before, [len(before) - 1])[0]
+    seen = list(instrument.recorder.seen)
+    instrument.recorder.seen.clear()
+    snapshot = cache.fork()
+    full = instrument.run(cache, rest, kept).log_softmax(-1)
+    return Recording(
+        instrument=instrument,
+        cut=len(before),
+        regions=regions,
+        question=after,
+        rest=rest,
+        gold=scored,
+        snapshot=snapshot,
+        entries=[unpack(snapshot.stores[index]) for index in instrument.full],
+        seen=seen,
+        later=_latest(instrument, cache),
+        end=cache,
+        first=first,
+        full=full,
+        without=_without(instrument, prefix, context, suffix, gold, len(scored)),
+    )
+
+
+def _without(instrument: Instrument, prefix, context, suffix, gold, scored: int) -> Tensor:
+    """Log-probabilities at the scored tokens without the context; of a mere text its end stays."""
+    shown = (prefix + suffix if suffix else prefix + context[-WITHOUT:]) + gold[:-1]
+    logits = instrument.run(instrument.runtime.new_cache(), shown, range(len(shown) - scored, len(shown)))
+    instrument.recorder.seen.clear()
+    return logits.log_softmax(-1)
+
+
+def queries_after(instrument: Instrument, cache: RaggedCache, ids: Sequence[int]) -> list[Observation]:
+    """The queries of ``ids`` read by ``cache``, one observation a full-attention layer."""
+    instrument.run(cache, ids, [len(ids) - 1])
+    return _latest(instrument, cache)
+
+
+def _latest(instrument: Instrument, cache: RaggedCache) -> list[Observation]:
+    held = cache.recent[-1]
+    layers = instrument.runtime.layers
+    return [Observation(held.queries[index], held.pos, layers[index].scale) for index in instrument.full]
+
+
+def sliced(seen: Observation, index: Tensor) -> Observation:
+    """The observed queries ``index`` [W], which are positions of a prompt that was observed as a whole."""
+    index = index.to(seen.q.device)
+    return replace(seen, q=seen.q.index_select(2, index), q_pos=seen.q_pos.index_select(1, index))
