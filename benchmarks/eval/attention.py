@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass.benchmarks.eval.record import Recording
+from kvpass.benchmarks.eval.record import Queries, Recording
 from kvpass.benchmarks.eval.trial import Trial
 from kvpass.kernels.attend import attend
-from kvpass.kernels.entries import Observation
 from kvpass.kernels.layout import Store
 from kvpass.passes.evaluate import attribute
 
@@ -37,7 +36,7 @@ def output_errors(recording: Recording, trial: Trial) -> list[float]:
     return errors
 
 
-def _output(seen: Observation, k: Tensor, v: Tensor, store: Store, settings: list) -> Tensor:
+def _output(seen: Queries, k: Tensor, v: Tensor, store: Store, settings: list) -> Tensor:
     """[1, Hq, W, Dv] attention of the queries over a store, and causally over their own keys and values."""
     nothing = torch.full_like(seen.q_pos, -1)
     first = torch.zeros(1, dtype=torch.int64, device=k.device)

@@ -45,7 +45,7 @@ def compare(
 
     >>> rows = compare({"mine": MyPolicy(), "snapkv": SnapKV()}, [0.2, 0.1], samples, *models.load("smollm2"))
     """
-    instrument = Instrument.of(model)
+    instrument = Instrument.of(model, policies.values())
     plan = [(name, policy, budget) for name, policy in policies.items() for budget in budgets]
     found = []
     for sample in bar(list(samples), "samples"):

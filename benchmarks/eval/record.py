@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -25,11 +25,15 @@ WITHOUT = 64  # tokens of a text that the model without context still sees, wher
 class Recorder(Policy):
     """Keeps everything, and the observations of the last prompt in ``seen``."""
 
+    judges: tuple[Policy, ...] = ()  # whose hidden states are wanted
     seen: list[Observation] = field(default_factory=list, compare=False, repr=False)
     name: ClassVar[str] = "recorder"
 
     def observe(self, length: int) -> int:
         return length
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        return tuple(sorted({layer for policy in self.judges for layer in policy.taps(layers)}))
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
         return torch.zeros_like(entries.log_votes)
@@ -42,6 +46,14 @@ class Recorder(Policy):
 
 
 @dataclass(frozen=True)
+class Queries:
+    """What one layer asked while it read the tokens at ``q_pos`` [1, W] int32."""
+
+    q: Tensor  # [1, Hq, W, Dk]
+    q_pos: Tensor
+
+
+@dataclass(frozen=True)
 class Instrument:
     """A model compiled to keep everything, and to return the queries of what follows a prompt."""
 
@@ -50,14 +62,14 @@ class Instrument:
     ends: tuple[int, ...] = ()  # tokens that end an answer
 
     @staticmethod
-    def of(model: nn.Module) -> Instrument:
-        """Compile ``model``; its programs are shared with every other compilation of it.
+    def of(model: nn.Module, policies: Iterable[Policy]) -> Instrument:
+        """Compile ``model`` to show what ``policies`` look at; its programs are shared with its other compilations.
 
         Raises:
             UnsupportedModelError: as :func:`kvpass.compile`.
             ValueError: no layer has full attention, so nothing can be compressed.
         """
-        recorder = Recorder(window=1)
+        recorder = Recorder(window=1, judges=tuple(policies))
         # The decode budget makes the step program return its queries; at 1 it never compresses.
         made = kvpass.compile(model, budget=1.0, policy=recorder, decode_budget=1.0, backend="eager")
         if all(layer.window for layer in made.kvpass.runtime.layers):
@@ -98,26 +110,34 @@ class Recording:
     snapshot: RaggedCache  # at the cut, everything kept
     entries: list[Entries]  # per full-attention layer, [1, Hkv, cut, D]
     seen: list[Observation]  # per full-attention layer, every query before the cut
-    later: list[Observation]  # the queries of ``rest``
+    later: list[Queries]  # the queries of ``rest``
     end: RaggedCache  # after ``rest``, everything kept
     first: Tensor  # [V] logits at the cut
     full: Tensor  # [T, V] log-probabilities at the scored tokens
     without: Tensor  # [T, V] the same without the context
-    rehearsed: dict[tuple[int, ...], list[Observation]] = field(default_factory=dict)
+    rehearsed: dict[tuple[int, ...], list[Queries]] = field(default_factory=dict)
 
     def observation(self, policy: Policy, context: Sequence[int]) -> list[Observation]:
         """What ``policy`` gets to see, by what it wants: the prompt's queries, a rehearsal's or the continuation's."""
+        tapped = policy.taps(len(self.seen))
+        shown = [seen if at in tapped else replace(seen, hidden=None) for at, seen in enumerate(self.seen)]
         wants = getattr(policy, "wants", "prompt")
-        if wants == "continuation":
-            return self.later
-        if wants == "rehearsal":
-            ids = tuple(int(token) for token in policy.rehearsal(list(context)))
-            if ids not in self.rehearsed:
-                self.rehearsed[ids] = queries_after(self.instrument, self.snapshot.fork(), ids)
-            return self.rehearsed[ids]
+        if wants != "prompt":
+            asked = self.later if wants == "continuation" else self._rehearsed(policy, context)
+            return [replace(seen, q=own.q, q_pos=own.q_pos) for seen, own in zip(shown, asked, strict=True)]
         asked = policy.observe(self.cut)
         index = torch.arange(max(0, self.cut - asked), self.cut) if isinstance(asked, int) else asked
-        return [sliced(seen, index) for seen in self.seen]
+        return [sliced(seen, index) for seen in shown]
+
+    def _rehearsed(self, policy: Policy, context: Sequence[int]) -> list[Queries]:
+        ids = tuple(int(token) for token in policy.rehearsal(list(context)) or ())
+        if not ids:
+            raise ValueError(f"policy {policy.name} wants a rehearsal and names no tokens for it")
+        if ids not in self.rehearsed:
+            cache = self.snapshot.fork()
+            self.instrument.run(cache, ids, [len(ids) - 1])
+            self.rehearsed[ids] = _latest(self.instrument, cache)
+        return self.rehearsed[ids]
 
 
 def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Recording:
@@ -130,7 +150,9 @@ def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Record
     Raises:
         ValueError: nothing to compress, or nothing to score.
     """
-    prefix, context, suffix, gold = (tuple(part) for part in (tokens.prefix, tokens.context, tokens.suffix, tokens.gold))
+    prefix, context, suffix, gold = (
+        tuple(part) for part in (tokens.prefix, tokens.context, tokens.suffix, tokens.gold)
+    )
     before = prefix + context + (suffix if aware else ())
     after = () if aware else suffix
     if not context:
@@ -175,16 +197,9 @@ def _without(instrument: Instrument, prefix, context, suffix, gold, scored: int)
     return logits.log_softmax(-1)
 
 
-def queries_after(instrument: Instrument, cache: RaggedCache, ids: Sequence[int]) -> list[Observation]:
-    """The queries of ``ids`` read by ``cache``, one observation a full-attention layer."""
-    instrument.run(cache, ids, [len(ids) - 1])
-    return _latest(instrument, cache)
-
-
-def _latest(instrument: Instrument, cache: RaggedCache) -> list[Observation]:
+def _latest(instrument: Instrument, cache: RaggedCache) -> list[Queries]:
     held = cache.recent[-1]
-    layers = instrument.runtime.layers
-    return [Observation(held.queries[index], held.pos, layers[index].scale) for index in instrument.full]
+    return [Queries(held.queries[index], held.pos) for index in instrument.full]
 
 
 def sliced(seen: Observation, index: Tensor) -> Observation:
