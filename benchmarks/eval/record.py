@@ -121,9 +121,8 @@ class Recording:
         """What ``policy`` gets to see, by what it wants: the prompt's queries, a rehearsal's or the continuation's."""
         tapped = policy.taps(len(self.seen))
         shown = [seen if at in tapped else replace(seen, hidden=None) for at, seen in enumerate(self.seen)]
-        wants = getattr(policy, "wants", "prompt")
-        if wants != "prompt":
-            asked = self.later if wants == "continuation" else self._rehearsed(policy, context)
+        if policy.wants != "prompt":
+            asked = self.later if policy.wants == "continuation" else self._rehearsed(policy, context)
             return [replace(seen, q=own.q, q_pos=own.q_pos) for seen, own in zip(shown, asked, strict=True)]
         asked = policy.observe(self.cut)
         index = torch.arange(max(0, self.cut - asked), self.cut) if isinstance(asked, int) else asked
