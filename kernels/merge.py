@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.group import Groups, segment_logsumexp, segment_sum
+from kvpass.kernels.matching import spectral_norm
 from kvpass.kernels.score import Block, attention_blocks, exp_, grouped_queries, working_dtype
 
 KeyMode = Literal["fixed", "convex", "zip", "zip_strict"]
@@ -193,13 +194,7 @@ def fit_values(logits: Tensor, counts: Tensor, value: Tensor, full: Tensor, free
     x = x * free.unsqueeze(-1)
     # The smaller of the two equivalent systems: entries by entries, or queries by queries.
     gram = torch.bmm(x, x.transpose(1, 2)) if x.shape[1] <= x.shape[2] else torch.bmm(x.transpose(1, 2), x)
-    # Power iteration; X is not negative, so the constant start is not orthogonal to the leading vector.
-    direction = gram.new_ones(gram.shape[0], gram.shape[1], 1)
-    for _ in range(8):
-        image = torch.bmm(gram, direction)
-        norm = image.norm(dim=1, keepdim=True)
-        direction = image / norm.clamp(min=torch.finfo(image.dtype).tiny)
-    gram.diagonal(dim1=1, dim2=2).add_((ridge * norm.squeeze(-1)).clamp(min=1e-12))
+    gram.diagonal(dim1=1, dim2=2).add_((ridge * spectral_norm(gram)).clamp(min=1e-12))
     factor = torch.linalg.cholesky(gram)
     if x.shape[1] <= x.shape[2]:
         step = torch.cholesky_solve(torch.bmm(x, residual), factor)

@@ -12,6 +12,7 @@ from kvpass.policies.expected import ExpectedAttention
 from kvpass.policies.h2o import H2O
 from kvpass.policies.keepkv import KeepKV
 from kvpass.policies.kvmerger import KVMerger
+from kvpass.policies.matching import AttentionMatching
 from kvpass.policies.oracle import Oracle
 from kvpass.policies.pyramidkv import PyramidKV
 from kvpass.policies.random import Random
@@ -31,6 +32,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "duo": DuoAttention,
     "reference": Reference,
     "keepkv": KeepKV,
+    "matching": AttentionMatching,
+    "matching_omp": lambda: AttentionMatching(keys="omp"),
     "cam": CaM,
     "d2o": D2O,
     "kvmerger": KVMerger,
@@ -43,6 +46,7 @@ __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
+    "AttentionMatching",
     "CaM",
     "DuoAttention",
     "ExpectedAttention",
