@@ -59,3 +59,7 @@ class Observation:
     hidden: Tensor | None = None
     hidden_pos: Tensor | None = None  # [B, S] int32 position of each column of ``hidden``; -1 = padding
     turns: bool = False  # the key depends on its position
+    # [B, Hkv, R, Dk] keys and [B, R] int32 positions (-1 = unused) of observed tokens that are no entries: a
+    # rehearsal's, a continuation's. They see each other causally. None: only entries are seen.
+    own_k: Tensor | None = None
+    own_pos: Tensor | None = None

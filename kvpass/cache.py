@@ -43,6 +43,10 @@ class Observed:
     queries: list[Tensor]  # per layer [B, Hq, W, Dk]
     pos: Tensor  # [B, W] int32, -1 = unused
     real: Tensor  # [B] int64, tokens of the chunk
+    tokens: tuple[Tensor, ...] = ()  # each sequence's ids [n] int64, where they are rehearsed
+    # Of a rehearsal: the keys of its tokens, per layer [B, Hkv, R, Dk], and their positions [B, R].
+    keys: list[Tensor] | None = None
+    key_pos: Tensor | None = None
 
 
 @dataclass

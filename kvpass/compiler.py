@@ -82,6 +82,10 @@ def compile(
         raise ValueError(
             f"policy {chosen.name!r} judges by the tokens that follow the prompt; only an evaluation has them"
         )
+    if chosen.wants == "rehearsal" and bound is not None:
+        raise ValueError(
+            f"policy {chosen.name!r} rehearses the prompt and cannot judge while decoding; no decode_budget"
+        )
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ValueError(f"unknown kv_dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
     model = _original(model)
@@ -94,7 +98,8 @@ def compile(
     dtype = KV_DTYPES.get(kv_dtype, next(model.parameters()).dtype)
     done = checked.lowered.setdefault((backend, bound is not None, dtype), {})
     lower = Lowering(step, BACKENDS[backend], dtype, done)
-    runtime = _runtime(prefill, step, chosen, lower, maintain)
+    rehearsal = return_queries(checked.step) if chosen.wants == "rehearsal" else None
+    runtime = _runtime(prefill, step, chosen, lower, maintain, rehearsal)
     return bind(model, runtime, checked.report)
 
 
@@ -150,7 +155,12 @@ def _fingerprint(model: nn.Module) -> tuple:
 
 
 def _runtime(
-    prefill: Program, step: Program, policy: policies.Policy, lower: Lowering, maintain: Compress | None = None
+    prefill: Program,
+    step: Program,
+    policy: policies.Policy,
+    lower: Lowering,
+    maintain: Compress | None = None,
+    rehearsal: Program | None = None,
 ) -> Runtime:
     return Runtime(
         layers=step.layers,
@@ -161,6 +171,7 @@ def _runtime(
         dtype=lower.dtype,
         takes_keep=any(node.target == "keep" and node.users for node in step.module.graph.nodes),
         maintain=maintain,
+        rehearsal=rehearsal,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ class Chunk:
 
     earlier: tuple[Observed, ...] = ()
     more: bool = False
+    rehearse: Callable[[], Observed] | None = None  # runs what the policy rehearses over the full cache
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ class Compress(nn.Module):
             tail_pos, at = tails[windows.index(0)]
             labels = tail_pos.clone()
             labels[:, int(at) : int(at) + q_pos.shape[1]] = q_pos
-        stores = self.pack_rows(state, labels, joined([*chunk.earlier, now]))
+        seen = joined([*chunk.earlier, now])
+        if chunk.rehearse is not None and 0 in windows:
+            seen = joined([seen, chunk.rehearse()])
+        stores = self.pack_rows(state, labels, seen)
         return Compressed(stores, time.perf_counter() - started)
 
     @torch.no_grad()
@@ -80,7 +85,13 @@ class Compress(nn.Module):
         inputs = [
             (
                 _entries(state[index], tail_pos),
-                Observation(seen.queries[index], seen.pos, self.layers[index].scale),
+                Observation(
+                    seen.queries[index],
+                    seen.pos,
+                    self.layers[index].scale,
+                    own_k=None if seen.keys is None else seen.keys[index],
+                    own_pos=seen.key_pos,
+                ),
             )
             for index in chosen
         ]
@@ -96,7 +107,8 @@ def joined(parts: list[Observed]) -> Observed:
         return parts[0]
     queries = [torch.cat(layer, 2) for layer in zip(*(part.queries for part in parts), strict=True)]
     real = torch.stack([part.real for part in parts]).sum(0)
-    return Observed(queries, torch.cat([part.pos for part in parts], 1), real)
+    last = parts[-1]
+    return Observed(queries, torch.cat([part.pos for part in parts], 1), real, keys=last.keys, key_pos=last.key_pos)
 
 
 def _entries(fields: list[Tensor], positions: Tensor) -> Entries:

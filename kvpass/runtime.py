@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Runtime:
     dtype: torch.dtype  # of stored keys and values
     takes_keep: bool
     maintain: Compress | None = None  # compresses while decoding; the step program then returns its queries
+    rehearsal: Program | None = None  # the step program, returning queries, where the policy rehearses
 
     def new_cache(self) -> RaggedCache:
         """An empty cache for this model."""
@@ -50,6 +52,8 @@ class Runtime:
         batch, length = input_ids.shape
         if cache.seen is not None and cache.batch_size != batch:
             raise CacheError(f"the cache holds {cache.batch_size} sequences, the input has {batch}")
+        if self.rehearsal is not None and cache.columns and not cache.pending and self._prompt_columns(cache, length):
+            raise CacheError(f"policy {self.policy.name!r} rehearses a whole prompt; its cache takes no second one")
         if position_ids is None:
             position_ids = (cache.columns + torch.arange(length, device=input_ids.device)).expand(batch, -1)
         prompt = self._prompt_columns(cache, length)
@@ -92,7 +96,11 @@ class Runtime:
         state = _state(cache, keys, values)
         result = None
         if compresses:
-            logits, result = self._prefill(cache, inputs, state)
+            tokens, rehearse = (), None
+            if self.rehearsal is not None:
+                tokens = tuple(row[at >= 0] for row, at in zip(input_ids, q_pos, strict=True))
+                rehearse = partial(self._rehearse, cache, keys, values, q_pos, tokens)
+            logits, result = self._prefill(cache, inputs, state, rehearse)
         else:
             program = self.lower(batch) if length == 1 else self.step.module
             logits = program(*inputs, *state)
@@ -108,7 +116,7 @@ class Runtime:
             earlier = cache.times.prefill if cache.times.chunked else 0.0
             cache.times = Times(prefill=earlier + spent - result.seconds, compress=result.seconds)
         elif compresses:
-            cache.pending.append(result)
+            cache.pending.append(replace(result, tokens=tokens))
             cache.times.prefill = spent + (cache.times.prefill if cache.times.chunked else 0.0)
             cache.times.chunked = True
         else:
@@ -146,11 +154,35 @@ class Runtime:
         cache.replace_stores(self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent)))
         cache.times.maintain += time.perf_counter() - started
 
-    def _prefill(self, cache: RaggedCache, inputs: list, state: list[Tensor]) -> tuple[Tensor, Compressed | Observed]:
+    def _rehearse(self, cache: RaggedCache, keys, values, q_pos: Tensor, tokens: tuple[Tensor, ...]) -> Observed:
+        """Queries and keys of what the policy rehearses, on a copy of the full cache; ``tokens`` end the prompt."""
+        twin = cache.fork()
+        twin.keys, twin.values = list(keys), list(values)
+        twin.commit(q_pos)
+        prompts = zip(*(part.tokens for part in cache.pending), tokens, strict=True)
+        rows = [self.policy.rehearsal(torch.cat(parts)) for parts in prompts]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        batch, length = ids.shape
+        real = torch.arange(length, device=ids.device) < ids.new_tensor([[len(row)] for row in rows])
+        if not bool(real.all()):
+            twin.padded = True
+            twin.spare_slots += int((~real).sum(-1).max())
+        twin.prepare(batch, length, exact=True, like=torch.empty(0, dtype=self.dtype, device=ids.device))
+        pos = _positions(twin, real, batch, length)
+        inputs = [ids, pos.clamp(min=0).long(), ids.new_zeros(1), pos, *_tail_inputs(twin)]
+        keys, values = _working_tails(twin, length)
+        _, *queries = self.rehearsal.module(*inputs, *_state(twin, keys, values))
+        at = twin.tails[0].cursor
+        own = [key[:, :, at : at + length] for key in keys]  # a sliding layer's mean nothing, and nobody asks
+        return Observed(queries, pos, real.sum(-1), keys=own, key_pos=pos)
+
+    def _prefill(
+        self, cache: RaggedCache, inputs: list, state: list[Tensor], rehearse: Callable[[], Observed] | None
+    ) -> tuple[Tensor, Compressed | Observed]:
         q_pos = inputs[3]
         end = cache.columns + q_pos.shape[1] if cache.prompt_end is None else cache.prompt_end
         later = end - cache.columns - q_pos.shape[1]
-        chunk = Chunk(tuple(cache.pending), more=later > 0)
+        chunk = Chunk(tuple(cache.pending), more=later > 0, rehearse=rehearse)
         begun = cache.seen - sum((part.real for part in cache.pending), start=torch.zeros_like(cache.seen))
         columns = _observed_columns(self.policy, q_pos, begun, later)
         metadata = [tensor for store in cache.stores for tensor in (store.tokens, store.pos)]

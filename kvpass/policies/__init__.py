@@ -10,8 +10,10 @@ from kvpass.policies.d2o import D2O
 from kvpass.policies.duo import DuoAttention
 from kvpass.policies.expected import ExpectedAttention
 from kvpass.policies.h2o import H2O
+from kvpass.policies.headkv import HeadKV
 from kvpass.policies.keepkv import KeepKV
 from kvpass.policies.kvmerger import KVMerger
+from kvpass.policies.kvzip import KVzip
 from kvpass.policies.matching import AttentionMatching
 from kvpass.policies.oracle import Oracle
 from kvpass.policies.pyramidkv import PyramidKV
@@ -28,6 +30,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "adakv": lambda: SnapKV(allocator="blend"),
     "h2o": H2O,
     "tova": TOVA,
+    "headkv": HeadKV,
+    "kvzip": KVzip,
     "expected": ExpectedAttention,
     "duo": DuoAttention,
     "reference": Reference,
@@ -50,7 +54,9 @@ __all__ = [
     "CaM",
     "DuoAttention",
     "ExpectedAttention",
+    "HeadKV",
     "KVMerger",
+    "KVzip",
     "KeepKV",
     "Oracle",
     "Policy",

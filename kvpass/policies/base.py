@@ -48,6 +48,14 @@ class Policy(ABC):
         """Which of the model's ``layers`` full-attention layers it wants the hidden states of."""
         return ()
 
+    def rehearsal(self, ids: Tensor) -> Tensor:
+        """[R] int64, at least one: token ids to run over the full cache after the prompt ``ids`` [L].
+
+        They run on a copy of which nothing stays; their queries are observed as the last R, beside those of
+        :meth:`observe`. Only a policy that ``wants`` a rehearsal is asked.
+        """
+        raise NotImplementedError(f"policy {self.name} rehearses nothing")
+
     @abstractmethod
     def score(self, entries: Entries, seen: Observation) -> Tensor:
         """[B, Hkv, N] fp32, the higher stays; +inf for sinks and the recent window, -inf for unused slots."""

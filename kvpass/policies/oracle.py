@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.score import attention_mass
 from kvpass.policies.base import Policy
+from kvpass.policies.rehearsal import with_own
 
 
 @dataclass(frozen=True)
@@ -28,4 +29,5 @@ class Oracle(Policy):
     wants: ClassVar[str] = "continuation"
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
-        return self.pin(entries, attention_mass(entries, seen, causal=True))
+        mass = attention_mass(with_own(entries, seen), seen, causal=True)
+        return self.pin(entries, mass[..., : entries.k.shape[2]])

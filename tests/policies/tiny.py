@@ -38,8 +38,24 @@ def layers_of(policy, lengths, count=3, seed=0):
             start = width - len(where[b])
             q[b, :, start:], q_pos[b, start:] = own_q[0][:, where[b]], where[b].int()
         votes = torch.zeros(tokens.shape).masked_fill(tokens == 0, -torch.inf)
-        result.append((Entries(k, v, votes, tokens, pos), Observation(q, q_pos, 0.5)))
+        seen = Observation(q, q_pos, 0.5)
+        if policy.wants == "rehearsal":
+            seen = rehearsed(seen, lengths, [len(policy.rehearsal(torch.arange(n))) for n in lengths], layer)
+        result.append((Entries(k, v, votes, tokens, pos), seen))
     return result
+
+
+def rehearsed(seen, lengths, counts, layer):
+    """``seen`` with ``counts`` more queries, and their keys, behind each sequence of ``lengths``."""
+    batch, more = len(lengths), max(counts)
+    q = torch.randn(batch, HEADS * GROUP, more, DIM, dtype=torch.float64)
+    k = torch.randn(batch, HEADS, more, DIM, dtype=torch.float64)
+    pos = torch.full((batch, more), -1, dtype=torch.int32)
+    for b, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        k[b, :, :count], _, q[b, :, :count] = (x[0] for x in prompt(count, layer, seed=n))
+        pos[b, :count] = torch.arange(n, n + count, dtype=torch.int32)
+    q, q_pos = torch.cat([seen.q, q], 2), torch.cat([seen.q_pos, pos], 1)
+    return Observation(q, q_pos, seen.scale, own_k=k, own_pos=pos)
 
 
 def kept(entries, b):
