@@ -86,7 +86,7 @@ def rows(
 
 
 def _measured(sample: Sample, tokens: Tokens, recording: Recording, policy, budget, tokenizer, protocol, prefill):
-    made = trial.compress(recording, policy, Budget.parse(budget), tokens.context)
+    made = trial.compress(recording, policy, Budget.parse(budget))
     started = time.perf_counter()
     log_p = trial.forced(recording, made)
     read = time.perf_counter() - started

@@ -47,10 +47,11 @@ class Recorder(Policy):
 
 @dataclass(frozen=True)
 class Queries:
-    """What one layer asked while it read the tokens at ``q_pos`` [1, W] int32."""
+    """What one layer asked while it read the tokens at ``q_pos`` [1, W] int32, and the keys it gave them."""
 
     q: Tensor  # [1, Hq, W, Dk]
     q_pos: Tensor
+    k: Tensor  # [1, Hkv, W, Dk]
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Recording:
 
     instrument: Instrument
     cut: int  # tokens before the cut
+    prompt: tuple[int, ...]  # those tokens
     regions: Regions  # of those
     question: tuple[int, ...]  # tokens of the prompt after the cut
     rest: tuple[int, ...]  # all tokens after the cut, teacher-forced; the last one of the answer is never fed
@@ -117,21 +119,23 @@ class Recording:
     without: Tensor  # [T, V] the same without the context
     rehearsed: dict[tuple[int, ...], list[Queries]] = field(default_factory=dict)
 
-    def observation(self, policy: Policy, context: Sequence[int]) -> list[Observation]:
-        """What ``policy`` gets to see, by what it wants: the prompt's queries, a rehearsal's or the continuation's."""
+    def observation(self, policy: Policy) -> list[Observation]:
+        """What ``policy`` sees, by what it wants: the prompt's queries, a rehearsal's too, or the continuation's."""
         tapped = policy.taps(len(self.seen))
         shown = [seen if at in tapped else replace(seen, hidden=None) for at, seen in enumerate(self.seen)]
-        if policy.wants != "prompt":
-            asked = self.later if policy.wants == "continuation" else self._rehearsed(policy, context)
-            return [replace(seen, q=own.q, q_pos=own.q_pos) for seen, own in zip(shown, asked, strict=True)]
+        none = torch.arange(0)
+        if policy.wants == "continuation":
+            return [_joined(sliced(seen, none), own) for seen, own in zip(shown, self.later, strict=True)]
         asked = policy.observe(self.cut)
         index = torch.arange(max(0, self.cut - asked), self.cut) if isinstance(asked, int) else asked
-        return [sliced(seen, index) for seen in shown]
+        shown = [sliced(seen, index) for seen in shown]
+        if policy.wants == "rehearsal":
+            shown = [_joined(seen, own) for seen, own in zip(shown, self._rehearsed(policy), strict=True)]
+        return shown
 
-    def _rehearsed(self, policy: Policy, context: Sequence[int]) -> list[Queries]:
-        ids = tuple(int(token) for token in policy.rehearsal(list(context)) or ())
-        if not ids:
-            raise ValueError(f"policy {policy.name} wants a rehearsal and names no tokens for it")
+    def _rehearsed(self, policy: Policy) -> list[Queries]:
+        judged = self.prompt[self.regions.prefix : self.cut - self.regions.question]
+        ids = tuple(policy.rehearsal(torch.tensor(judged)).tolist())
         if ids not in self.rehearsed:
             cache = self.snapshot.fork()
             self.instrument.run(cache, ids, [len(ids) - 1])
@@ -173,6 +177,7 @@ def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Record
     return Recording(
         instrument=instrument,
         cut=len(before),
+        prompt=before,
         regions=regions,
         question=after,
         rest=rest,
@@ -197,8 +202,15 @@ def _without(instrument: Instrument, prefix, context, suffix, gold, scored: int)
 
 
 def _latest(instrument: Instrument, cache: RaggedCache) -> list[Queries]:
-    held = cache.recent[-1]
-    return [Queries(held.queries[index], held.pos) for index in instrument.full]
+    held, end = cache.recent[-1], cache.tails[0].cursor
+    begin = end - held.pos.shape[1]
+    return [Queries(held.queries[index], held.pos, cache.keys[index][:, :, begin:end]) for index in instrument.full]
+
+
+def _joined(seen: Observation, own: Queries) -> Observation:
+    """``seen`` and the queries of tokens after the prompt, which see each other too."""
+    q, q_pos = torch.cat([seen.q, own.q], 2), torch.cat([seen.q_pos, own.q_pos], 1)
+    return replace(seen, q=q, q_pos=q_pos, own_k=own.k, own_pos=own.q_pos)
 
 
 def sliced(seen: Observation, index: Tensor) -> Observation:

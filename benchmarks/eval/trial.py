@@ -33,14 +33,14 @@ class Trial:
 
 
 @torch.no_grad()
-def compress(recording: Recording, policy: Policy, budget: Budget, context: Sequence[int]) -> Trial:
+def compress(recording: Recording, policy: Policy, budget: Budget) -> Trial:
     """Compress the recorded prompt as a prefill would.
 
     Raises:
         MiscountError: the policy keeps more than the budget, or over 1 % less.
     """
     regions, cut = recording.regions, recording.cut
-    layers = list(zip(recording.entries, recording.observation(policy, context), strict=True))
+    layers = list(zip(recording.entries, recording.observation(policy), strict=True))
     started = time.perf_counter()
     packed = [pack(kept) for kept in compress_context(policy, layers, budget, [cut], regions)]
     seconds = time.perf_counter() - started

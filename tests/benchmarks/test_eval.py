@@ -93,7 +93,7 @@ def test_without_context(tiny_model):
 
 
 def test_what_a_policy_wants(tiny_model):
-    """A policy that wants the continuation judges by the queries of what follows, and cannot do without them."""
+    """A policy judges by the queries of what follows, or by those of what it rehearses, where it wants them."""
 
     class Oracle(SnapKV):
         name = "oracle"
@@ -108,10 +108,11 @@ def test_what_a_policy_wants(tiny_model):
         wants = "rehearsal"
 
         def rehearsal(self, context_ids):
-            return [7, *context_ids[:4]]
+            return torch.cat([torch.tensor([7]), context_ids[:4]])
 
         def score(self, entries, seen):
-            assert seen.q_pos.tolist() == [[97, 98, 99, 100, 101]]
+            assert seen.q_pos.tolist() == [list(range(97 - 32, 97 + 5))]  # beside the prompt's last queries
+            assert seen.own_pos.tolist() == [list(range(97, 97 + 5))] and seen.own_k.shape[2] == 5
             return super().score(entries, seen)
 
     rows = compare({"o": Oracle(), "r": Rehearsed()}, [0.3], [QUESTION], tiny_model())
