@@ -4,7 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint bench clean
+# Files for the tasks that read some (see `kvpass eval --help`); without it every task is generated.
+DATA ?=
+EVAL := $(BIN)/kvpass eval $(if $(DATA),--data $(DATA))
+FULL := qa_1 qa_2 cwe fwe niah_multiquery niah_multikey_3
+FULL += $(if $(DATA),qasper multifieldqa_en hotpotqa 2wikimqa multi_news qmsum trec triviaqa samsum lcc babilong_qa1)
+
+.PHONY: demo test check lint bench eval eval-full clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +34,14 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## compiled against eager at 8,192 tokens
 	$(BIN)/kvpass bench
+
+eval: $(STAMP)  ## quality of every policy at 2k and 4k tokens, resumable; under 90 minutes on two cores
+	$(EVAL) --length 2048 --length 4096 --samples 13 --out results/eval
+
+eval-full: eval  ## all tasks, both protocols, everything charged as well, and generated answers
+	$(EVAL) --length 2048 --length 4096 --samples 16 --protocol agnostic --out results/eval-agnostic
+	$(EVAL) --length 2048 --samples 16 --free none --out results/eval-charged
+	$(EVAL) $(addprefix --task ,$(FULL)) --length 4096 --samples 12 --generate --by task --out results/eval-tasks
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

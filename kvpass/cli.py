@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvpass import demo, models
 from kvpass.benchmarks import throughput
+from kvpass.benchmarks.eval import command as evaluation
 
 SUPPORTED, REFUSED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -46,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
             demo.command,
         ),
         ("bench", "decode speed, cache size and divergence", throughput.add_arguments, throughput.command),
+        (
+            "eval",
+            "the quality that compression costs, beside other policies",
+            evaluation.add_arguments,
+            evaluation.command,
+        ),
     ):
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         add_arguments(sub)

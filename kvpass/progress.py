@@ -11,6 +11,6 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
-def bar(items: Iterable[T], label: str) -> Iterator[T]:
-    """Iterate with a progress bar, on a terminal only."""
-    return tqdm(items, desc=label, leave=False, disable=not sys.stderr.isatty())
+def bar(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """Iterate with a progress bar, on a terminal only; ``total`` is for items without a length."""
+    return tqdm(items, desc=label, total=total, leave=False, disable=not sys.stderr.isatty())

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import transformers
@@ -108,8 +109,13 @@ def _own_source() -> str:
     import kvpass
     from kvpass import kernels, passes
 
+    return sources(kvpass, passes, kernels)
+
+
+def sources(*packages: ModuleType) -> str:
+    """Hash of the Python files of ``packages``."""
     digest = hashlib.sha256()
-    for package in (kvpass, passes, kernels):
+    for package in packages:
         for path in sorted(Path(package.__file__).parent.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

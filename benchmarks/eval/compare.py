@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import nn
 
@@ -12,25 +12,11 @@ from kvpass.benchmarks.eval import trial
 from kvpass.benchmarks.eval.attention import output_errors
 from kvpass.benchmarks.eval.metrics import fidelity
 from kvpass.benchmarks.eval.record import Instrument, Recording, record
+from kvpass.benchmarks.eval.settings import Protocol
 from kvpass.benchmarks.tasks import METRICS, Sample, Tokens, encode
 from kvpass.budget import Budget
 from kvpass.policies.base import Policy
 from kvpass.progress import bar
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """What a sample is measured under; printed with every table."""
-
-    aware: bool = True  # the policy may look at the question
-    free: bool = True  # prefix and question are exact and not charged, else everything is charged
-    generate: bool = False  # also decode greedily and score the text with the task's metric
-    attention: bool = False  # also the error of every layer's attention output
-
-    def __str__(self) -> str:
-        asked = "the policy sees the question" if self.aware else "the policy does not see the question"
-        ends = "prefix and question free" if self.free else "everything charged"
-        return f"question-{'aware' if self.aware else 'agnostic'} ({asked}), {ends}, recent window charged"
 
 
 def compare(
@@ -62,13 +48,14 @@ def rows(
 ) -> Iterator[dict]:
     """Rows of one sample, from one prefill.
 
-    Each holds ``task``, ``id``, ``family``, ``policy``, ``budget``, the figures of
-    :func:`kvpass.benchmarks.eval.metrics.fidelity`, ``scored`` tokens, ``tokens`` of the prompt and of the ``context``,
-    physical ``entries`` with what is ``allowed``, ``bytes`` and ``bytes_full``, and under ``seconds`` all that time
-    changes. With ``attention``: ``attention_error``, one relative error a layer. With ``generate``: ``said``,
+    Each holds ``task``, ``id``, ``family``, ``policy``, ``budget``, whether the policy knows the ``future``, the
+    figures of :func:`kvpass.benchmarks.eval.metrics.fidelity`, ``scored`` tokens, ``tokens`` of the prompt and of the
+    ``context``, physical ``entries`` with what is ``allowed``, ``bytes`` and ``bytes_full``, and under ``seconds`` all
+    that time changes. With ``attention``: ``attention_error``, one relative error a layer. With ``generate``: ``said``,
     ``score`` and ``score_full``.
     """
     tokens = encode(sample, tokenizer)
+    tokens = replace(tokens, gold=tokens.gold[: protocol.gold])
     started = time.perf_counter()
     recording = record(instrument, tokens, aware=protocol.aware, free=protocol.free)
     prefill = time.perf_counter() - started
@@ -80,6 +67,7 @@ def rows(
             "family": sample.family,
             "policy": name,
             "budget": budget,
+            "future": policy.wants == "continuation",
             **_measured(sample, tokens, recording, policy, budget, tokenizer, protocol, prefill),
             **{f"{key}_full": value for key, value in told.items()},
         }

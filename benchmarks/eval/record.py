@@ -21,6 +21,10 @@ from kvpass.runtime import Runtime
 WITHOUT = 64  # tokens of a text that the model without context still sees, where there is no question
 
 
+class UnscorableError(ValueError):
+    """A sample that no figure can be computed for."""
+
+
 @dataclass(frozen=True)
 class Recorder(Policy):
     """Keeps everything, and the observations of the last prompt in ``seen``."""
@@ -151,7 +155,7 @@ def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Record
     and answer its first token is predicted by the prompt's own attention, and is left out.
 
     Raises:
-        ValueError: nothing to compress, or nothing to score.
+        UnscorableError: nothing to compress, or nothing to score.
     """
     prefix, context, suffix, gold = (
         tuple(part) for part in (tokens.prefix, tokens.context, tokens.suffix, tokens.gold)
@@ -159,10 +163,10 @@ def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Record
     before = prefix + context + (suffix if aware else ())
     after = () if aware else suffix
     if not context:
-        raise ValueError("a sample without context has nothing to compress")
+        raise UnscorableError("a sample without context has nothing to compress")
     skipped = 0 if after else 1
     if len(gold) <= skipped:
-        raise ValueError("the answer is one token, which the prompt's own attention predicts; nothing is left to score")
+        raise UnscorableError("the prompt's own attention predicts the answer's only token; nothing is left to score")
     regions = Regions(len(prefix), len(suffix) if aware else 0) if free else Regions()
     rest = after + gold[:-1]
     scored = gold[skipped:]

@@ -13,11 +13,12 @@ from kvpass.benchmarks.eval.record import Recording
 from kvpass.budget import Budget
 from kvpass.cache import RaggedCache
 from kvpass.kernels.layout import Store, pack
+from kvpass.passes.spec import KVPassError
 from kvpass.policies.base import Policy
 from kvpass.policies.regions import Regions, compress_context
 
 
-class MiscountError(AssertionError):
+class MiscountError(KVPassError):
     """A policy stored another number of entries than its budget."""
 
 

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from kvpass.benchmarks.eval.compare import Protocol, compare
+from kvpass.benchmarks.eval.compare import compare
 from kvpass.benchmarks.eval.metrics import fidelity
 from kvpass.benchmarks.eval.record import Instrument, record
+from kvpass.benchmarks.eval.settings import Protocol
 from kvpass.benchmarks.tasks import Sample, encode
 from kvpass.policies import POLICIES, SnapKV, get
 from tests.conftest import greedy
@@ -119,6 +120,7 @@ def test_what_a_policy_wants(tiny_model):
     assert len(rows) == 2
 
 
+@pytest.mark.slow
 def test_sliding_layers(tiny_model):
     """Layers with a window keep it at every budget; everything kept is the full cache there too."""
     rows = compare({"snapkv": SnapKV()}, [1.0, 0.3], [QUESTION], tiny_model("gemma3_text"), None, Protocol(aware=False))
