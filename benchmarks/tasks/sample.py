@@ -17,6 +17,8 @@ class Sample:
     ``answers`` are alternatives or parts, as ``metric`` (a name in ``METRICS``, or "" for none) reads them.
     ``classes`` are the labels of a classification. With ``chat`` the model's chat template goes around the prompt.
     ``new_tokens`` is how many tokens are to be generated for the metric, 0 when there is none.
+    ``gold`` is the text whose likelihood is measured, where that is not the first answer: several answers in a row,
+    or the beginning of a long one.
     """
 
     task: str
@@ -30,6 +32,7 @@ class Sample:
     chat: bool = False
     metric: str = ""
     new_tokens: int = 0
+    gold: str = ""
 
     @property
     def prompt(self) -> str:
@@ -39,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids; the model is fed ``prefix + context + suffix``, and ``gold`` is what the first answer adds."""
+    """Token ids; the model is fed ``prefix + context + suffix``, and ``gold`` is what the answer adds."""
 
     prefix: tuple[int, ...]
     context: tuple[int, ...]
@@ -84,10 +87,8 @@ def tokens_of(text: str, tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _gold(sample: Sample, ids: list[int], tokenizer, answers_alone: bool) -> list[int]:
-    """What the first answer adds: with the space that parts it from the prompt, and tokenised as running text."""
-    if not sample.answers:
-        return []
-    prompt, answer = sample.prompt, sample.answers[0]
+    """What the answer adds: with the space that parts it from the prompt, and tokenised as running text."""
+    prompt, answer = sample.prompt, sample.gold or "".join(sample.answers[:1])
     if answers_alone:
         return tokens_of(answer, tokenizer)[0]
     together = sample.family == "language" or prompt[-1:].isspace() or answer[:1].isspace()
