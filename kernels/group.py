@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ class Groups:
     member: Tensor  # [T] int64 into [B*Hkv*N]: targets and those that join them
     target: Tensor  # [T] int64 into [B*Hkv*M]: the retained slot each member belongs to, ascending
     merged: Tensor  # [B, Hkv, M] bool: retained slots that received members
+    own: Tensor | None = None  # [T] bool: the targets among the members
+    moves: Tensor | None = None  # [T] bool: members that move the key; None for all
 
 
 def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,6 +77,8 @@ def group_by_similarity(
     *,
     threshold: float,
     max_votes: int,
+    gate: Callable[[Tensor], Tensor] | None = None,
+    absorb: bool = False,
 ) -> Groups:
     """Every dropped entry joins its most similar retained one (KeepKV Algorithm 1); the rest stays dropped.
 
@@ -85,10 +90,17 @@ def group_by_similarity(
         threshold: least cosine similarity of stored keys.
         max_votes: most tokens one entry may come to stand for; a target takes its most similar candidates
             first (earlier entry first on a tie) and stops at the first that no longer fits.
+        gate: told the entry [B, Hkv, E] each candidate would join, which ones may, [B, Hkv, E] bool.
+        absorb: who is not similar enough joins all the same, without moving the key.
     """
     similarity, choice = nearest(entries.k, dropped, kept, kept_used & open_kept)
-    joins = dropped_used & (similarity >= threshold) & similarity.isfinite()
-    return gather_groups(entries, kept, dropped, choice, joins, similarity, max_votes=max_votes)
+    possible = dropped_used & similarity.isfinite()
+    joins = possible & (similarity >= threshold)
+    if gate is not None:
+        joins &= gate(kept.gather(-1, choice))
+    moves = joins if absorb else None
+    joins = possible if absorb else joins
+    return gather_groups(entries, kept, dropped, choice, joins, similarity, max_votes=max_votes, moves=moves)
 
 
 def gather_groups(
@@ -100,6 +112,7 @@ def gather_groups(
     similarity: Tensor,
     *,
     max_votes: int | None = None,
+    moves: Tensor | None = None,
 ) -> Groups:
     """Groups from the retained slot each candidate has chosen.
 
@@ -110,6 +123,7 @@ def gather_groups(
         choice: [B, Hkv, E] int64 into M; it counts where ``joins`` [B, Hkv, E] is set.
         similarity: [B, Hkv, E], the order in which a target with too little room takes its candidates.
         max_votes: see :func:`group_by_similarity`; None for no limit.
+        moves: [B, Hkv, E] bool, candidates that move the key; None for all.
     """
     batch, heads, slots = entries.tokens.shape
     rows, most = batch * heads, kept.shape[-1]
@@ -133,11 +147,61 @@ def gather_groups(
     stays = torch.ones_like(target, dtype=torch.bool)
     stays[crowded] = running <= room.index_select(0, at)
     member, target = member[stays], target[stays]
+    follows = torch.ones_like(stays) if moves is None else moves[joins]
 
     merged = torch.zeros(rows * most, dtype=torch.bool, device=kept.device).index_fill_(0, target, True)
+    targets = merged.nonzero().flatten()
+    is_own = torch.arange(len(targets) + len(member), device=kept.device) < len(targets)
+    follows = torch.cat([torch.ones_like(targets, dtype=torch.bool), follows[stays]])
     member = torch.cat([own[merged], member])
-    target, order = torch.cat([merged.nonzero().flatten(), target]).sort(stable=True)
-    return Groups(member[order], target, merged.reshape(batch, heads, most))
+    target, order = torch.cat([targets, target]).sort(stable=True)
+    return Groups(
+        member[order],
+        target,
+        merged.reshape(batch, heads, most),
+        own=is_own[order],
+        moves=None if moves is None else follows[order],
+    )
+
+
+def cluster_scores(entries: Entries, score: Tensor, open_: Tensor, merges: Tensor, *, threshold: float) -> Tensor:
+    """Scores after merging first: an entry's becomes that of all who would merge into it, theirs -inf.
+
+    Every open entry would merge into the most similar open one of higher score, and on to where that one goes, if
+    their cosine is at least ``threshold``; of these only the ``merges`` [B, Hkv] most similar of a row.
+
+    Args:
+        score: [B, Hkv, N], higher is better, the earlier entry on a tie.
+        open_: [B, Hkv, N] bool, entries that take part.
+    """
+    batch, heads, slots, dim = entries.k.shape
+    rows = batch * heads
+    unit = torch.nn.functional.normalize(entries.k.to(working_dtype(entries.k)), dim=-1, eps=1e-6)
+    unit = unit.reshape(rows, slots, dim)
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(slots, device=order.device).expand_as(order))
+    rank, free = rank.reshape(rows, 1, slots), open_.reshape(rows, 1, slots)
+    best, parent = [], []
+    for start in range(0, slots, max(1, SIMILARITIES // (rows * slots))):
+        part = slice(start, start + max(1, SIMILARITIES // (rows * slots)))
+        dots = torch.bmm(unit[:, part], unit.transpose(1, 2))
+        dots.masked_fill_(~free | (rank >= rank[:, :, part].transpose(1, 2)), -torch.inf)
+        most, index = dots.max(-1)
+        best.append(most)
+        parent.append(index)
+    best = torch.cat(best, 1).masked_fill(~open_.reshape(rows, slots), -torch.inf)
+    best = best.masked_fill(best < threshold, -torch.inf)
+    place = torch.arange(slots, device=order.device).expand(rows, -1)
+    order = best.argsort(dim=-1, descending=True, stable=True)
+    closest = torch.empty_like(order).scatter_(-1, order, place)
+    goes = (closest < merges.reshape(rows, 1)) & ~best.isneginf()
+    root = torch.where(goes, torch.cat(parent, 1), place)
+    for _ in range(slots.bit_length()):
+        root = root.gather(-1, root)
+    flat = score.reshape(rows, slots)
+    summed = torch.zeros_like(flat).scatter_add(-1, root, flat.masked_fill(~open_.reshape(rows, slots), 0))
+    summed = torch.where(open_.reshape(rows, slots), summed, flat)
+    return summed.masked_fill(goes, -torch.inf).reshape(score.shape)
 
 
 def segment_sum(x: Tensor, target: Tensor, count: int) -> Tensor:

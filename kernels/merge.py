@@ -26,10 +26,12 @@ from torch import Tensor
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.group import Groups, segment_logsumexp, segment_sum
 from kvpass.kernels.matching import spectral_norm
+from kvpass.kernels.min_norm import min_norm_keys
 from kvpass.kernels.score import Block, attention_blocks, exp_, grouped_queries, working_dtype
 
-KeyMode = Literal["fixed", "convex", "zip", "zip_strict"]
+KeyMode = Literal["fixed", "convex", "zip", "zip_strict", "min_norm"]
 KEY_MODES: tuple[str, ...] = get_args(KeyMode)
+ASKING = ("zip", "zip_strict", "min_norm")  # whose key depends on the logits of queries
 LAM = (0.8, 1.25)  # range in which the published key scale is left alone
 FAINT = 1e-28  # a sum of A^2 below this has lost weights to underflow in fp32
 
@@ -61,7 +63,8 @@ def merge(
         key_mode: ``fixed`` keeps the target's key, ``convex`` takes the weighted mean, ``zip`` scales the
             mean by the paper's lam limited to [0.8, 1.25] and leaves the remainder to the log-vote,
             ``zip_strict`` is the paper's Eq. 25 with log-vote ln P (a group whose scale is not finite keeps
-            the mean).
+            the mean), ``min_norm`` moves the mean just so far that several heads' masses are met at once (see
+            :func:`kvpass.kernels.min_norm.min_norm_keys`).
         causal: a query sees entries up to its own position only.
         excess: the log-vote is held in [0, ln(tokens) + excess]; infinite leaves it alone, which a single
             query needs to be lossless for every key. ``zip_strict`` is never limited.
@@ -121,12 +124,16 @@ def merge(
         tokens = segment_sum(entries.tokens.reshape(-1).index_select(0, member), target, rows * most)
         tokens = torch.where(groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens)
 
-        mean = segment_sum(weight * entries.k.reshape(-1, dim).index_select(0, member).to(dtype), target, rows * most)
+        own_key = entries.k.reshape(-1, dim).index_select(0, member).to(dtype)
+        mean = segment_sum(_movers(weight, groups, rows * most) * own_key, target, rows * most)
         mean = mean.reshape(rows, most, dim)
         if key_mode != "fixed":
             scaled = mean
-            if key_mode.startswith("zip"):
-                log_mass = mass.log() + offset.reshape(rows, most, 1)
+            log_mass = mass.log() + offset.reshape(rows, most, 1) if key_mode in ASKING else None
+            if key_mode == "min_norm":
+                share = torch.softmax(2 * log_mass, -1).nan_to_num(0.0)
+                scaled = min_norm_keys(mean, q, log_mass + log_z.unsqueeze(1), share, merged)
+            elif key_mode in ASKING:
                 lam = _zip_scale(mean, q, log_mass, log_z, log_p.reshape(rows, most))
                 if key_mode == "zip":
                     lam = lam.clamp(*LAM)
@@ -234,6 +241,16 @@ def _faint(
     own = own.sub_(peak.index_select(0, target).unsqueeze(1)).exp_()
     mass = segment_sum(own, target, len(group))
     return group, peak, mass, own.mul_(mass.index_select(0, target)).sum(1)
+
+
+def _movers(weight: Tensor, groups: Groups, count: int) -> Tensor:
+    """[T, 1] weights of the members in the mean key: of those that move it, again summing to 1 in each group."""
+    if groups.moves is None:
+        return weight
+    kept = weight * groups.moves.unsqueeze(1)
+    total = segment_sum(kept, groups.target, count).index_select(0, groups.target)
+    # A target among whose movers nothing has weight keeps its own key.
+    return torch.where(total > 0, kept / total, groups.own.to(weight.dtype).unsqueeze(1))
 
 
 def _zip_scale(mean: Tensor, q: Tensor, log_mass: Tensor, log_z: Tensor, log_p: Tensor) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvpass.budget import Budget
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.group import group_by_similarity
+from kvpass.kernels.gate import logit_spread, worth_merging
+from kvpass.kernels.group import cluster_scores, group_by_similarity
 from kvpass.kernels.merge import KEY_MODES, KeyMode, merge
 from kvpass.kernels.score import (
     Block,
@@ -25,6 +26,10 @@ from kvpass.policies.base import Policy
 from kvpass.policies.reference import Reference, spread
 from kvpass.policies.snapkv import SnapKV
 
+Gate = Literal["cos", "sigma", "cost"]
+Order = Literal["evict_first", "merge_first"]
+Orphan = Literal["drop", "absorb"]
+
 
 @dataclass(frozen=True)
 class KeepKV(Policy):
@@ -35,6 +40,10 @@ class KeepKV(Policy):
     alone then. Without one, keys are chosen by the queries that also weigh the members: :class:`Reference`,
     or :class:`SnapKV` when ``references`` is 0. Choosing, weighing, voting and fitting by the same queries
     is what makes merging pay.
+
+    The heads of a group share a key, a value and one log-vote, the least-squares one. A log-vote for every query
+    head would make masses exact, but it is the shared value that errs (it is the whole residual, see
+    :mod:`kvpass.kernels.gate`), so the store has none; ``key_mode="min_norm"`` gets exact masses from the key.
     """
 
     window: int = 16  # where a row keeps some fifty entries, 32 exact ones leave the others too little room
@@ -45,6 +54,12 @@ class KeepKV(Policy):
     # Least cosine of stored keys. The paper's 0.8 leaves most dropped entries unmerged.
     threshold: float = 0.5
     max_votes: int = 64
+    # What a merge must pass beside the threshold: nothing; a standard deviation of logit differences of at most
+    # ``sigma``; or costing the queries less than the loss of the entry would.
+    gate: Gate = "cos"
+    sigma: float = 0.9
+    order: Order = "evict_first"  # merge_first: entries that would merge compete as one, with their scores' sum
+    orphan: Orphan = "drop"  # absorb: who passes no gate still adds its mass and value to its nearest, not its key
     excess: float = 2.0  # nats a log-vote may exceed ln(tokens) by
     references: int = 256  # positions whose queries weigh members; 0: the window's queries, causally
     # Queries to come are most like the recent ones, and stand as far as those from what they look at.
@@ -79,6 +94,11 @@ class KeepKV(Policy):
             raise ValueError(f"threshold is a cosine in [-1, 1], got {self.threshold}")
         if self.max_votes < 1 or self.references < 0 or self.ridge <= 0 or self.excess < 0:
             raise ValueError("max_votes must be >= 1, references >= 0, ridge > 0 and excess >= 0")
+        for field, kinds in (("gate", Gate), ("order", Order), ("orphan", Orphan)):
+            if getattr(self, field) not in get_args(kinds):
+                raise ValueError(f"{field} must be one of {', '.join(get_args(kinds))}, got {getattr(self, field)!r}")
+        if self.sigma < 0:
+            raise ValueError(f"sigma must be >= 0, got {self.sigma}")
         if not 0 <= self.negligible < 1:
             raise ValueError(f"negligible is a share in [0, 1), got {self.negligible}")
         if not 0 <= self.window_share < 1:
@@ -106,7 +126,11 @@ class KeepKV(Policy):
     ) -> Iterator[Entries]:
         shared = self.references and self.selector == self._own_selector()
         if self.allocator != "uniform" or not shared:
-            yield from super().compress(layers, budget, lengths)
+            totals = budget.total(lengths, sum(entries.k.shape[1] for entries, _ in layers))
+            scores = self.scores(layers)
+            for i, quota in enumerate(self.quotas(layers, scores, totals)):
+                keep = self.select(self._competing(layers[i][0], scores[i], quota), quota)
+                yield self.represent(*layers[i], keep)
             return
         # The queries that choose are those that weigh, and quotas depend on lengths alone: each layer's
         # attention is computed once and serves both.
@@ -121,8 +145,16 @@ class KeepKV(Policy):
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
             score = self.selector.blend(entries, observed, rms)
-            keep = self.select(self.pin(entries, score, window), quota)
+            score = self._competing(entries, self.pin(entries, score, window), quota)
+            keep = self.select(score, quota)
             yield self._merge(entries, seen, keep, blocks, rms, window)
+
+    def _competing(self, entries: Entries, score: Tensor, quota: Tensor) -> Tensor:
+        """The scores that :meth:`select` sees."""
+        if self.order == "evict_first":
+            return score
+        merges = entries.lengths - quota
+        return cluster_scores(entries, score, score.isfinite(), merges, threshold=self.threshold)
 
     def _window(self, quota: int) -> int:
         """Exact recent entries in a row of ``quota``: ``window``, less where it would crowd out the others."""
@@ -172,6 +204,8 @@ class KeepKV(Policy):
             *compact(candidates),
             threshold=self.threshold,
             max_votes=self.max_votes,
+            gate=self._gate(entries, seen, blocks, compact(candidates)[0]),
+            absorb=self.orphan == "absorb",
         )
         return merge(
             entries,
@@ -187,3 +221,12 @@ class KeepKV(Policy):
             open_kept=open_kept,
             blocks=blocks,
         )
+
+    def _gate(
+        self, entries: Entries, seen: Observation, blocks: list[Block], dropped: Tensor
+    ) -> Callable[[Tensor], Tensor] | None:
+        if self.gate == "sigma":
+            return lambda target: logit_spread(entries, seen, dropped, target) <= self.sigma
+        if self.gate == "cost":
+            return lambda target: worth_merging(entries, blocks, dropped, target)
+        return None

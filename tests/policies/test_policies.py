@@ -56,6 +56,8 @@ SMALL = [
     KeepKV(window=4, sinks=2, references=9, allocator="global", key_mode="fixed"),
     KeepKV(window=4, sinks=2, references=0, value_fit=False, key_mode="zip"),
     KeepKV(selector=SnapKV(window=4, sinks=2, pool=3, allocator="layer"), references=9),
+    KeepKV(window=4, sinks=2, references=9, key_mode="min_norm", gate="sigma", orphan="absorb"),
+    KeepKV(window=4, sinks=2, references=9, gate="cost", order="merge_first"),
     AttentionMatching(window=4, sinks=2, references=9),
     AttentionMatching(window=4, sinks=2, references=9, keys="omp", rounds=3, allocator="layer"),
     CaM(sinks=2, spread=3),
@@ -99,6 +101,10 @@ def test_frozen():
         (lambda: KeepKV(threshold=1.5), "threshold"),
         (lambda: KeepKV(negligible=1.0), "negligible"),
         (lambda: KeepKV(max_votes=0), "max_votes"),
+        (lambda: KeepKV(gate="sigm"), "cos, sigma, cost"),
+        (lambda: KeepKV(order="first"), "evict_first, merge_first"),
+        (lambda: KeepKV(orphan="keep"), "drop, absorb"),
+        (lambda: KeepKV(sigma=-1.0), "sigma"),
         (lambda: KeepKV(window=8, selector=SnapKV(window=16)), "contradicts"),
     ],
 )
@@ -404,3 +410,40 @@ def test_scores_are_the_kernels():
     policy = Reference(window=4, sinks=2, references=9)
     ((entries, seen),) = layers_of(policy, [30], count=1)
     assert torch.equal(policy.score(entries, seen)[..., 2:-4], attention_rms(entries, seen).float()[..., 2:-4])
+
+
+def test_absorbed_orphans():
+    """With orphans absorbed every entry votes and those too unlike their target do not move its key."""
+    fields = {"window": 3, "sinks": 1, "references": 8, "threshold": 0.6, "negligible": 0.0, "value_fit": False}
+    ((entries, seen),) = layers_of(KeepKV(**fields), [30], count=1)
+    drops, absorbs = (
+        next(iter(KeepKV(**fields, orphan=o).compress([(entries, seen)], Budget.parse(12), [30])))
+        for o in ("drop", "absorb")
+    )
+    assert drops.tokens.sum(-1).lt(30).all() and absorbs.tokens.sum(-1).eq(30).all()
+    # Members that move a key are the same in both, and weigh in the same proportion.
+    same = (drops.k - absorbs.k).abs().amax(-1) < 0.3
+    assert same[absorbs.tokens == 1].all() and (absorbs.tokens > drops.tokens).any()
+    alone = drops.tokens == 1
+    assert torch.equal(absorbs.k[alone], entries.take(*_index(kept(drops, 0))).k[alone])
+
+
+def _index(rows):
+    index = torch.tensor([rows])
+    return index, torch.ones_like(index, dtype=torch.bool)
+
+
+def test_merging_first_keeps_dissimilar_entries():
+    """Where two entries say the same, one place goes to the next best instead, and the pair is one entry."""
+    policy = KeepKV(window=1, sinks=0, references=8, selector=SnapKV(window=1, sinks=0, pool=1))
+    ((entries, seen),) = layers_of(policy, [8], count=1)
+    k = torch.eye(4, dtype=torch.float64)[[0, 1, 2, 3, 0, 1, 2, 3]].expand(1, HEADS, -1, -1).clone()
+    k[0, :, 4:] *= torch.tensor([[2.0], [1.0], [1.0], [1.0]])
+    entries = dataclasses.replace(entries, k=k)
+    seen = dataclasses.replace(seen, q=torch.tensor([6.0, 3.0, 2.0, 1.0]).double().expand_as(seen.q))
+    held = {}
+    for order in ("evict_first", "merge_first"):
+        ordered = dataclasses.replace(policy, order=order, threshold=0.9)
+        (out,) = ordered.compress([(entries, seen)], Budget.parse(3), [8])
+        held[order] = kept(out, 0)[0]
+    assert held == {"evict_first": [0, 4, 7], "merge_first": [1, 4, 7]}
