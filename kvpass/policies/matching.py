@@ -17,6 +17,7 @@ from kvpass.policies.base import Policy
 from kvpass.policies.reference import spread
 
 Keys = Literal["attention", "omp"]
+Judges = Literal["prompt", "rehearsal"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class AttentionMatching(Policy):
     """
 
     keys: Keys = "attention"
+    judges: Judges = "prompt"
     references: int = 400
     rounds: int = 32
     votes: tuple[float, float] | None = None  # least and greatest log-vote; None: (-3, 3), with omp (-7, 7)
@@ -46,21 +48,35 @@ class AttentionMatching(Policy):
         super().__post_init__()
         if self.keys not in get_args(Keys):
             raise ValueError(f"keys must be one of {', '.join(get_args(Keys))}, got {self.keys!r}")
+        if self.judges not in get_args(Judges):
+            raise ValueError(f"judges must be one of {', '.join(get_args(Judges))}, got {self.judges!r}")
         if self.references < 1 or self.rounds < 1 or self.ridge <= 0:
             raise ValueError("references and rounds must be >= 1 and ridge > 0")
         if self.votes is not None and not self.votes[0] <= 0 <= self.votes[1]:
             raise ValueError(f"votes must be a range around 0, got {self.votes}")
 
-    def observe(self, length: int) -> Tensor:
-        return spread(length, self.references, self.window)
+    @property
+    def wants(self) -> str:
+        return self.judges
+
+    def observe(self, length: int) -> int | Tensor:
+        return spread(length, self.references, self.window) if self.judges == "prompt" else 0
+
+    def rehearsal(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(ids, dtype=torch.int64)
+
+    def asking(self, entries: Entries, seen: Observation) -> Observation:
+        """The judges: what was observed of the prompt, or ``references`` spread over the rehearsal."""
+        return seen if self.judges == "prompt" else _thinned(entries, seen, self.references)
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
-        return self.pin(entries, attention_rms(entries, seen, causal=False))
+        return self.pin(entries, attention_rms(entries, self.asking(entries, seen), causal=False))
 
     def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
         short = keep.sum(-1) < entries.lengths
         if not short.any() or not seen.q.shape[2]:
             return entries.take(*compact(keep))
+        seen = self.asking(entries, seen)
         blocks = list(attention_blocks(entries, seen, causal=False))
         rows, slots = keep.shape[0] * keep.shape[1], keep.shape[2]
         mass = torch.cat([b.mass for b in blocks], -1)
@@ -113,3 +129,19 @@ class AttentionMatching(Policy):
                 picked = pursue(mass[row, at], missing[row], wanted, rounds=self.rounds, low=bounds[0], high=bounds[1])
                 flat[row, at[picked]] = True
         return flat.reshape(keep.shape)
+
+
+def _thinned(entries: Entries, seen: Observation, count: int) -> Observation:
+    """At most ``count`` of each sequence's queries from behind its last entry, evenly spread."""
+    late = seen.q_pos > entries.pos.amax((1, 2))[:, None]
+    index, used = compact(late)
+    held = late.sum(-1, keepdim=True)
+    width = min(count, index.shape[-1])
+    # Of a sequence with fewer all are taken once.
+    step = (held - 1).clamp(min=0) / max(1, width - 1)
+    place = torch.arange(width, device=held.device)
+    at = torch.where(held <= width, place, (place * step).round().long())
+    at = at.clamp(max=max(0, index.shape[-1] - 1))
+    slot, used = index.gather(-1, at), used.gather(-1, at)
+    q = seen.q.gather(2, slot[:, None, :, None].expand(-1, seen.q.shape[1], -1, seen.q.shape[-1]))
+    return Observation(q, seen.q_pos.gather(-1, slot).masked_fill(~used, -1), seen.scale)

@@ -1,5 +1,6 @@
 """Attention Matching against dense linear algebra on tiny caches."""
 
+import dataclasses
 import math
 
 import pytest
@@ -85,6 +86,22 @@ def test_omp(rounds):
         assert kept(out, 0)[h] == sorted(exact + chosen)
 
 
+@pytest.mark.parametrize("references", [7, 100])
+def test_rehearsal(references):
+    """Judges may be the prompt's tokens repeated after it: some of them, evenly, and nobody else."""
+    chosen = AttentionMatching(window=WINDOW, sinks=SINKS, references=references, judges="rehearsal", value_fit=False)
+    assert chosen.wants == "rehearsal" and chosen.rehearsal(torch.arange(5)).tolist() == list(range(5))
+    entries, seen, out = compressed(chosen)
+    late = torch.linspace(0, N - 1, min(references, N)).round().long() + N
+    at = [n for n, pos in enumerate(seen.q_pos[0].tolist()) if pos in late]
+    assert len(at) == min(references, N)
+    seen = dataclasses.replace(seen, q=seen.q[:, :, at])
+    for h in range(HEADS):
+        m = masses(entries, seen, h)
+        weight = (m / m.sum(-1, keepdim=True)).square().mean(0).sqrt()
+        assert kept(out, 0)[h] == choose(weight.tolist(), QUOTA, N, SINKS, WINDOW)
+
+
 def output(entries, seen):
     """[R, Dv] what the observed queries get, unmasked."""
     k, v, votes = (x.double().repeat_interleave(GROUP, 1) for x in (entries.k, entries.v, entries.log_votes))
@@ -119,7 +136,12 @@ def test_fewer_queries_than_keys():
 
 @pytest.mark.parametrize(
     "fields, message",
-    [({"keys": "om"}, "attention, omp"), ({"rounds": 0}, "rounds"), ({"votes": (1.0, 2.0)}, "range around 0")],
+    [
+        ({"keys": "om"}, "attention, omp"),
+        ({"judges": "me"}, "prompt, rehearsal"),
+        ({"rounds": 0}, "rounds"),
+        ({"votes": (1.0, 2.0)}, "range around 0"),
+    ],
 )
 def test_refuses(fields, message):
     """A field that cannot be meant is refused at construction."""

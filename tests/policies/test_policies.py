@@ -60,6 +60,7 @@ SMALL = [
     KeepKV(window=4, sinks=2, references=9, gate="cost", order="merge_first"),
     AttentionMatching(window=4, sinks=2, references=9),
     AttentionMatching(window=4, sinks=2, references=9, keys="omp", rounds=3, allocator="layer"),
+    AttentionMatching(window=4, sinks=2, references=12, judges="rehearsal"),
     CaM(sinks=2, spread=3),
     CaM(sinks=2, spread=3, keep="streaming", deterministic=True, votes=True),
     D2O(sinks=2),
