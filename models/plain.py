@@ -1,6 +1,6 @@
 """A minimal decoder in plain PyTorch whose mask, attention and layers can each be swapped.
 
-`plain_sdpa` and `plain_matmul` are correct causal decoders the compiler must accept; the decoders in
+The decoders of `PLAIN` spell correct causal attention in six ways and the compiler must accept them; the decoders in
 `kvpass.models.counterexamples` are the same class with one piece replaced.
 
 Shapes below: B sequences of S tokens, H query heads, G KV heads, D values per head, E hidden values.
@@ -64,6 +64,32 @@ def attend_matmul(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -
     return torch.matmul(masked_scores(q, k, keep, scale).softmax(dim=-1), v)
 
 
+def attend_einsum(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """Both products as einsum, over [B, S, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(dim=-1), v).transpose(1, 2)
+
+
+def attend_bmm(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """Batch and head in one dimension: baddbmm with the mask as what is added, and bmm."""
+    batch, heads, length, size = q.shape
+    q, k, v = (x.reshape(batch * heads, length, size) for x in (q, k, v))
+    mask = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)
+    mask = mask.expand(batch, heads, length, length).reshape(batch * heads, length, length)
+    weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale).softmax(dim=-1)
+    return torch.bmm(weights, v).view(batch, heads, length, size)
+
+
+def attend_safe_softmax(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """The square root of the scale on each side, and the softmax step by step."""
+    scores = torch.matmul(q * scale**0.5, (k * scale**0.5).transpose(-1, -2))
+    scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    return torch.matmul(weights / weights.sum(dim=-1, keepdim=True), v)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
@@ -102,6 +128,26 @@ class AttentionLayer(nn.Module):
         keep = self.mask(at[None, :] <= at[:, None], hidden)
         keep = keep[None, None] if keep.ndim == 2 else keep
         return keep if attention_mask is None else keep & attention_mask[:, None, None, :].bool()
+
+
+class GroupedAttentionLayer(AttentionLayer):
+    """The same attention with one projection for query, key and value, and products over [B, G, H / G, S, S]."""
+
+    def __init__(self, shape: Shape, mask: MaskRule):
+        super().__init__(shape, attend_sdpa, mask)
+        self.group = shape.heads // shape.kv_heads
+        self.qkv = nn.Linear(shape.hidden, shape.kv_heads * (self.group + 2) * shape.head_dim, bias=False)
+        del self.q, self.k, self.v
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None) -> Tensor:
+        batch, length, _ = hidden.shape
+        split = (batch, length, self.shape.kv_heads, self.group + 2, self.shape.head_dim)
+        q, k, v = self.qkv(hidden).view(split).permute(0, 2, 3, 1, 4).split((self.group, 1, 1), dim=2)
+        q, k = _rotate(q, cos[:, None], sin[:, None]), _rotate(k, cos[:, None], sin[:, None])
+        scores = torch.matmul(q, k.transpose(-1, -2)) * self.shape.head_dim**-0.5
+        keep = self._keep(hidden, attention_mask)[:, None]
+        weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(dim=-1)
+        return self.o(torch.matmul(weights, v).permute(0, 3, 1, 2, 4).reshape(batch, length, -1))
 
 
 class Block(nn.Module):
@@ -167,4 +213,26 @@ def plain_matmul() -> nn.Module:
     return decoder(attend_matmul)
 
 
-PLAIN = (plain_sdpa, plain_matmul)
+def plain_einsum() -> nn.Module:
+    """The same decoder through einsum, heads after tokens."""
+    return decoder(attend_einsum)
+
+
+def plain_bmm() -> nn.Module:
+    """The same decoder with batch and head in one dimension, through baddbmm and bmm."""
+    return decoder(attend_bmm)
+
+
+def plain_safe_softmax() -> nn.Module:
+    """The same decoder with a scale on query and on key, and the softmax spelled out."""
+    return decoder(attend_safe_softmax)
+
+
+def plain_grouped() -> nn.Module:
+    """A decoder with one projection for query, key and value and five-dimensional products over the groups."""
+    shape = Shape()
+    layers = range(shape.layers)
+    return seeded(lambda: PlainDecoder(shape, [GroupedAttentionLayer(shape, causal_mask) for _ in layers]))
+
+
+PLAIN = (plain_sdpa, plain_matmul, plain_einsum, plain_bmm, plain_safe_softmax, plain_grouped)

@@ -24,8 +24,9 @@ from kvpass.passes.evaluate import (
     is_size,
     substitution,
 )
+from kvpass.passes.layouts import letter_kind
 from kvpass.passes.readers import Unreadable
-from kvpass.passes.spec import Captured, Mask, Plan, Refusal, Site, Sizes
+from kvpass.passes.spec import Captured, Mask, MaskTerm, Plan, Refusal, Site, Sizes
 
 aten = torch.ops.aten
 DENSE_LENGTH = 640  # up to here every position is evaluated
@@ -45,7 +46,8 @@ def classify(plan: Plan) -> Plan:
     """Give every site its mask, or refuse it. The graph is not changed."""
     sites, refusals, known = [], list(plan.refusals), {}
     for site in plan.sites:
-        key = (site.logits.masks, site.logits.causal)
+        terms = tuple((term.node, term.hides, term.factor) for term in site.logits.masks)
+        key = (terms, site.heads, site.logits.causal)
         try:
             if key not in known:
                 known[key] = _classify(plan.captured, site)
@@ -154,16 +156,28 @@ def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length:
             visible = value == 0
             if not bool((visible | (value <= HIDDEN)).all()):
                 raise Unreadable(node, "adds a bias to the logits, not a mask")
-        while visible.ndim < 4:
-            visible = visible.unsqueeze(0)
-        try:
-            visible = visible.expand(2, -1, len(points), len(points))
-        except RuntimeError:
-            raise Unreadable(node, f"the mask has shape {tuple(value.shape)}, not [B, H, S, S]") from None
+        visible = _over_heads(captured, term, visible, site.heads)
         if not bool((visible == visible[:, :1]).all()):
             raise Unreadable(node, "the mask differs from head to head")
         seen &= visible[:, 0].cpu()
     return seen
+
+
+def _over_heads(captured: Captured, term: MaskTerm, value: Tensor, heads: int) -> Tensor:
+    """[2, H or 1, P, P] of a mask's value as it is broadcast to the logits it meets."""
+    points, shape = value.shape[-1], term.at.meta["val"].shape
+    kinds = [letter_kind(captured, size) for size in shape[:-2]]
+    if value.ndim < 2 or value.ndim > len(shape) or value.shape[-2] not in (1, points):
+        raise Unreadable(term.node, f"the mask has shape {tuple(value.shape)}, not [B, H, S, S]")
+    known = {"b": 2, "n": 2 * heads}
+    lead = [known[kind] if kind in known else int(size) for kind, size in zip(kinds, shape[:-2], strict=True)]
+    while value.ndim < len(shape):
+        value = value.unsqueeze(0)
+    if kinds == ["b", "."]:
+        return value.expand(2, -1, points, points)
+    if all(size == 1 for size in value.shape[:-2]):
+        return value.reshape(1, 1, -1, points).expand(2, 1, points, points)
+    return value.expand(*lead, points, points).reshape(2, heads, points, points)
 
 
 def _evaluate_mask(captured: Captured, root: Node, case: Case, points: Tensor, length: int) -> Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.fx import Node
 
 from kvpass.passes import places
+from kvpass.passes.contract import check_views, read_output, read_scores
 from kvpass.passes.evaluate import Unevaluable, evaluate
-from kvpass.passes.heads import HeadSource, find_source
-from kvpass.passes.readers import Unreadable, read
-from kvpass.passes.spec import Captured, Ignored, Logits, MaskTerm, Plan, Refusal, Site, Sizes
+from kvpass.passes.heads import SAMPLE, sample_shape, shared_sources, sources
+from kvpass.passes.layouts import CANONICAL, heads_of, layouts_of
+from kvpass.passes.readers import VIEWS, Unreadable, read, settled
+from kvpass.passes.spec import Captured, Ignored, Layouts, Logits, MaskTerm, Plan, Refusal, Site, Sizes
 
 aten = torch.ops.aten
 SDPA = aten.scaled_dot_product_attention.default
+CONTRACTIONS = (aten.matmul.default, aten.bmm.default, aten.einsum.default)
 SOFTMAXES = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 
 
@@ -66,29 +71,38 @@ def _sdpa_site(captured: Captured, node: Node) -> Site:
         scale = given["query"].meta["val"].shape[-1] ** -0.5
     if not isinstance(scale, (int, float)):
         raise Unreadable(node, "scales by a value that depends on data")
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    for operand in (query, key, value):
+        if CANONICAL not in layouts_of(captured, operand):
+            raise Unreadable(node, "an operand of the attention is not [B, H, S, D]")
     mask = given.get("attn_mask")
     logits = Logits(
-        q=given["query"],
-        keys=given["key"],
-        keys_transposed=False,
+        operands=(query, key),
+        core=node,
         scale=float(scale),
-        masks=() if mask is None else (MaskTerm(mask),),
+        masks=() if mask is None else (MaskTerm(mask, at=node),),
         causal=bool(given.get("is_causal", False)),
         steps=("matmul", "scale") + (("mask",) if mask is not None else ()),
     )
-    return _site(captured, node, node, logits, given["value"])
+    operands = ((query, CANONICAL), (key, CANONICAL), (value, CANONICAL))
+    return _site(captured, node, node, logits, operands, CANONICAL)
 
 
 def _softmax_site(captured: Captured, node: Node) -> Site:
     if node.args[1] not in (-1, node.meta["val"].ndim - 1):
         raise Unreadable(node, "softmax over a dimension that is not the last")
-    logits = read(node.args[0])
+    logits = settled(read(node.args[0]), node.args[0])
     if logits.steps[-1:] == ("tanh",):
         raise Unreadable(node, "a tanh on the logits without the factor of a soft cap")
+    query, key = read_scores(captured, logits)
+    check_views(captured, logits)
     if logits.sinks is not None:
         _check_sinks(captured, logits.sinks)
-    output, values = _consumer(node, logits)
-    return _site(captured, node, output, logits, values)
+    heads = heads_of(query[1], sample_shape(captured, query[0]), SAMPLE.batch)
+    output = _consumer(node, logits)
+    operands = output.args[1] if output.target is aten.einsum.default else output.args[:2]
+    value, layout = read_output(captured, node, output, tuple(operands), heads)
+    return _site(captured, node, output, logits, (query, key, value), layout)
 
 
 def _check_sinks(captured: Captured, sinks: Node) -> None:
@@ -101,7 +115,7 @@ def _check_sinks(captured: Captured, sinks: Node) -> None:
         raise Unreadable(sinks, "the sink column is not one constant per head")
 
 
-def _consumer(softmax: Node, logits: Logits) -> tuple[Node, Node]:
+def _consumer(softmax: Node, logits: Logits) -> Node:
     """The contraction of the weights with the values; nothing else may use the weights."""
     node = softmax
     while True:
@@ -109,44 +123,39 @@ def _consumer(softmax: Node, logits: Logits) -> tuple[Node, Node]:
         if len(users) != 1:
             raise Unreadable(node, f"the attention weights have {len(users)} consumers")
         user = users[0]
-        if user.target in (aten._to_copy.default, aten.clone.default) or (
-            logits.sinks is not None and user.target is aten.slice.Tensor and user.args[1:] == (3, 0, -1)
+        last = node.meta["val"].ndim - 1
+        if user.target in (aten._to_copy.default, *VIEWS) or (
+            logits.sinks is not None and user.target is aten.slice.Tensor and user.args[1:] in ((last, 0, -1),)
         ):
             node = user
-        elif user.target is aten.matmul.default and user.args[0] is node:
-            return user, user.args[1]
+        elif user.target in CONTRACTIONS:
+            return user
         else:
             raise Unreadable(user, f"unread step {user.target} between softmax and values")
 
 
-def _site(captured: Captured, anchor: Node, output: Node, logits: Logits, values: Node) -> Site:
-    query = logits.q.meta["val"]
-    if query.ndim != 4:
-        raise Unreadable(anchor, f"the query has {query.ndim} dimensions, not [B, Hq, S, Dk]")
-    heads = int(query.shape[1])
-    keys = _source(captured, logits.keys, heads, logits.keys_transposed, "keys", anchor)
-    vals = _source(captured, values, heads, False, "values", anchor)
-    if keys.head_map != vals.head_map:
-        raise Unreadable(anchor, "keys and values are shared over the heads differently")
-    if not keys.grouped:
-        raise Unreadable(anchor, "query heads of one KV head are not next to each other")
+def _site(captured: Captured, anchor: Node, output: Node, logits: Logits, operands, layout: str) -> Site:
+    query, key, value = operands
+    heads = heads_of(query[1], sample_shape(captured, query[0]), SAMPLE.batch)
+    found = shared_sources(captured, key, value, heads)
+    if found is None:
+        raise Unreadable(anchor, "keys and values are not [B, Hkv, S, D], each head repeated for its group of queries")
+    keys, values = found
+    own = (source for source in sources(captured, *query, heads) if source.layout == CANONICAL)
+    plain = next((source for source in own if source.kv_heads == heads and source.grouped and source.factor == 1), None)
+    if plain is not None:
+        query = plain.node, CANONICAL
     return Site(
         layer=places.layer(anchor),
         anchor=anchor,
         output=output,
-        q=logits.q,
+        q=query[0],
         k=keys.node,
-        v=vals.node,
+        v=values.node,
+        layouts=Layouts(query[1], keys.layout, values.layout, layout),
         heads=heads,
         kv_heads=keys.kv_heads,
         key_dim=keys.dim,
-        value_dim=vals.dim,
-        logits=logits,
+        value_dim=values.dim,
+        logits=dataclasses.replace(logits, scale=logits.scale * keys.factor),
     )
-
-
-def _source(captured, operand, heads, transposed, what, anchor) -> HeadSource:
-    found = find_source(captured, operand, heads, transposed)
-    if found is None:
-        raise Unreadable(anchor, f"the {what} are not [B, Hkv, S, D] repeated over the group")
-    return found

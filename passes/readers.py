@@ -17,6 +17,20 @@ from kvpass.passes.spec import Logits, MaskTerm
 
 aten = torch.ops.aten
 
+# Operators that only change the shape of their first argument.
+VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.clone.default,
+)
+
 
 class Unreadable(Exception):
     """A step between the scores and the softmax that no reader understands."""
@@ -64,8 +78,15 @@ def _step(logits: Logits, name: str, **changes) -> Logits:
     return dataclasses.replace(logits, steps=(*logits.steps, name), **changes)
 
 
-def _masked(logits: Logits, mask: Node, hides: bool = False) -> Logits:
-    return _step(logits, "mask", masks=(*logits.masks, MaskTerm(mask, hides)))
+def settled(logits: Logits, node: Node) -> Logits:
+    """The logits with ``node`` as the end of their unmasked part, if nothing before it is."""
+    if logits.core is not None:
+        return logits
+    return dataclasses.replace(logits, core=node, core_scale=logits.scale)
+
+
+def _masked(logits: Logits, term: MaskTerm) -> Logits:
+    return _step(settled(logits, term.at), "mask", masks=(*logits.masks, term))
 
 
 def _number(value) -> float | None:
@@ -75,26 +96,56 @@ def _number(value) -> float | None:
         filled = value.args[1] if value.target is aten.full.default else value.args[0]
         shape = value.args[0] if value.target is aten.full.default else ()
         return float(filled) if not shape and isinstance(filled, (int, float)) else None
+    if isinstance(value, Node) and value.target is aten.clone.default:
+        return _number(value.args[0])
+    if isinstance(value, Node) and value.op == "get_attr":
+        constant = operator.attrgetter(str(value.target))(value.graph.owning_module)
+        trained = isinstance(constant, torch.nn.Parameter)
+        return float(constant) if isinstance(constant, torch.Tensor) and constant.ndim == 0 and not trained else None
     return None
 
 
 def _scaled(node: Node, logits: Logits, factor: float) -> Logits:
-    if "mask" in logits.steps:
+    if any(term.boolean for term in logits.masks) or (logits.masks and factor <= 0):
         raise Unreadable(node, "scales the logits after the mask")
     if logits.steps[-1:] == ("tanh",):
         # cap * tanh(x / cap): what the tanh was fed must have been divided by the cap.
         return _step(logits, "cap", scale=logits.scale * factor, softcap=factor)
     if "cap" in logits.steps:
         raise Unreadable(node, "scales the logits after the soft cap")
-    return _step(logits, "scale", scale=logits.scale * factor)
+    masks = tuple(dataclasses.replace(term, factor=term.factor * factor) for term in logits.masks)
+    return _step(logits, "scale", scale=logits.scale * factor, masks=masks)
 
 
 @reads(aten.matmul.default, aten.bmm.default)
 def _matmul(node: Node, read: Reader) -> Logits:
-    left, right = node.args[:2]
-    if left.meta["val"].ndim != 4 or right.meta["val"].ndim != 4:
-        raise Unreadable(node, f"contracts {left.meta['val'].ndim}-dimensional operands, not [B, H, S, D]")
-    return Logits(q=left, keys=right, keys_transposed=True, steps=("matmul",))
+    return Logits(operands=tuple(node.args[:2]), steps=("matmul",))
+
+
+@reads(aten.einsum.default)
+def _einsum(node: Node, read: Reader) -> Logits:
+    operands = node.args[1]
+    if len(operands) != 2:
+        raise Unreadable(node, f"contracts {len(operands)} tensors at once")
+    return Logits(operands=tuple(operands), steps=("matmul",))
+
+
+@reads(aten.baddbmm.default)
+def _baddbmm(node: Node, read: Reader) -> Logits:
+    added, *operands = node.args[:3]
+    alpha, beta = (float(node.kwargs.get(name, 1)) for name in ("alpha", "beta"))
+    masks = (MaskTerm(added, at=node, factor=beta),) if beta else ()
+    steps = ("matmul", "scale", "mask")[: 2 + len(masks)]
+    return Logits(operands=tuple(operands), steps=steps, scale=alpha, masks=masks)
+
+
+@reads(*VIEWS)
+def _view(node: Node, read: Reader) -> Logits:
+    inner = node.args[0]
+    logits = read(inner)
+    if logits.core is None:
+        return logits  # what lies under the first mask is evaluated as a whole
+    return dataclasses.replace(logits, views=(*logits.views, (inner, node)))
 
 
 @reads(aten.mul.Tensor, aten.mul.Scalar)
@@ -135,7 +186,7 @@ def _add(node: Node, read: Reader) -> Logits:
         if isinstance(inner, Node) and isinstance(mask, Node):
             try:
                 logits = read(inner)
-                return _masked(logits, mask)
+                return _masked(logits, MaskTerm(mask, at=inner))
             except Unreadable as failure:
                 failures.append(failure)
     if not failures:
@@ -148,7 +199,7 @@ def _where(node: Node, read: Reader) -> Logits:
     condition, inner, other = node.args
     if _lowest(other) is None:
         raise Unreadable(node, "replaces masked logits by something other than a very negative number")
-    return _masked(read(inner), condition)
+    return _masked(read(inner), MaskTerm(condition, at=inner, boolean=True))
 
 
 @reads(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
@@ -156,10 +207,10 @@ def _masked_fill(node: Node, read: Reader) -> Logits:
     inner, condition, value = node.args
     if _lowest(value) is None:
         raise Unreadable(node, "fills masked logits with something other than a very negative number")
-    return _masked(read(inner), condition, hides=True)
+    return _masked(read(inner), MaskTerm(condition, at=inner, hides=True, boolean=True))
 
 
-@reads(aten._to_copy.default, aten.clone.default)
+@reads(aten._to_copy.default)
 def _cast(node: Node, read: Reader) -> Logits:
     target = node.kwargs.get("dtype")
     if target is not None and not target.is_floating_point:
@@ -172,7 +223,7 @@ def _cat(node: Node, read: Reader) -> Logits:
     parts, axis = (*node.args, 0)[:2]
     if len(parts) != 2 or axis not in (-1, 3):
         raise Unreadable(node, "concatenates something that is not one sink column")
-    return _step(read(parts[0]), "sinks", sinks=parts[1])
+    return _step(settled(read(parts[0]), parts[0]), "sinks", sinks=parts[1])
 
 
 @reads(aten.sub.Tensor)
@@ -187,6 +238,14 @@ def _is_row_maximum(node: Node, of: Node) -> bool:
     if node.target is operator.getitem and node.args[1] == 0:
         node = node.args[0]
     return node.target in (aten.amax.default, aten.max.dim) and node.args[0] is of
+
+
+@reads(aten.max.other, aten.maximum.default, aten.clamp.default, aten.clamp_min.default)
+def _clamped(node: Node, read: Reader) -> Logits:
+    inner, lowest, *highest = node.args
+    if highest not in ([], [None]) or node.kwargs or _lowest(lowest) is None:
+        raise Unreadable(node, "bounds the logits")
+    return read(inner)
 
 
 def _lowest(value) -> float | None:

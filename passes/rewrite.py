@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from kvpass.kernels.attend import attend
+from kvpass.passes.layouts import CANONICAL, insert_canonical, insert_layout
 from kvpass.passes.spec import LayerSpec, Plan, Program, Site
 
 aten = torch.ops.aten
@@ -51,10 +54,13 @@ def _replace(graph: Graph, mapping: dict, site: Site, q_pos: Node, state: list[N
     output = mapping[site.output]
     sinks = site.logits.sinks
     with graph.inserting_before(output):
-        node = graph.call_function(
+        q, k, v = _operands(graph, mapping, site)
+        node = attended = graph.call_function(
             attend,
             (
-                *(mapping[operand] for operand in (site.q, site.k, site.v)),
+                q,
+                k,
+                v,
                 q_pos,
                 *state,
                 *tail,
@@ -64,9 +70,41 @@ def _replace(graph: Graph, mapping: dict, site: Site, q_pos: Node, state: list[N
                 None if sinks is None else _per_head(graph, mapping[sinks]),
             ),
         )
+        if site.layouts.output != CANONICAL:
+            sizes = {"s": _size(graph, 1), "h": site.heads, "d": site.value_dim}
+            if "n" not in site.layouts.output:
+                sizes |= {"b": _size(graph, 0), **_grouped(site)}
+            node = insert_layout(graph, attended, site.layouts.output, sizes)
+    attended.meta = {key: value for key, value in output.meta.items() if key != "val" or node is attended}
     node.meta = dict(output.meta)
     output.replace_all_uses_with(node)
     graph.erase_node(output)
+
+
+def _operands(graph: Graph, mapping: dict, site: Site) -> Iterator[Node]:
+    """Query, key and value as [B, H, S, D]."""
+    heads = (site.heads, site.kv_heads, site.kv_heads)
+    dims = (site.key_dim, site.key_dim, site.value_dim)
+    layouts = (site.layouts.q, site.layouts.k, site.layouts.v)
+    for operand, layout, head, dim in zip((site.q, site.k, site.v), layouts, heads, dims, strict=True):
+        sizes: dict[str, Node | int] = {"h": head, "d": dim}
+        if layout != CANONICAL and len(layout) != 4:
+            sizes |= {"b": _size(graph, 0), "s": _size(graph, 1)}
+        yield insert_canonical(graph, mapping[operand], layout, sizes)
+
+
+def _grouped(site: Site) -> dict[str, int]:
+    """Sizes of the two head dimensions of an output that has both."""
+    if "g" not in site.layouts.output:
+        return {"h": site.heads}
+    kv_heads = int(site.output.meta["val"].shape[site.layouts.output.index("h")])
+    return {"h": kv_heads, "g": site.heads // kv_heads}
+
+
+def _size(graph: Graph, axis: int) -> Node:
+    """Batch or length, taken from the token ids."""
+    ids = next(node for node in graph.nodes if node.target == "input_ids")
+    return graph.call_function(aten.sym_size.int, (ids, axis))
 
 
 def _per_head(graph: Graph, sinks: Node) -> Node:

@@ -63,19 +63,23 @@ class Captured:
 
 @dataclass(frozen=True)
 class MaskTerm:
-    """One mask applied to the logits: additive, or boolean."""
+    """One mask or bias applied to the logits: additive, or boolean."""
 
     node: Node
+    at: Node  # the logits it meets, whose shape it is broadcast to
     hides: bool = False  # True where a key is hidden, as in masked_fill; else True where it may be seen
+    boolean: bool = False  # chooses keys instead of being added
+    factor: float = 1.0  # of what is added
 
 
 @dataclass(frozen=True)
 class Logits:
     """The expression under a softmax, read backwards to its contraction over the head dimension."""
 
-    q: Node  # [B, Hq, S, Dk]
-    keys: Node  # operand as contracted
-    keys_transposed: bool  # True: [B, H, D, S] as in matmul, False: [B, H, S, D] as in SDPA
+    operands: tuple[Node, Node]  # of the contraction, in the order they are written
+    core: Node | None = None  # the logits before the first mask
+    core_scale: float = 1.0  # their scale; what scales later scales the masks as well
+    views: tuple[tuple[Node, Node], ...] = ()  # changes of shape after the first mask: before and after
     scale: float = 1.0
     softcap: float = 0.0
     masks: tuple[MaskTerm, ...] = ()
@@ -95,15 +99,26 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Layouts:
+    """How a site's operands and its output lie, in the letters of :mod:`kvpass.passes.layouts`."""
+
+    q: str = "bhsd"
+    k: str = "bhsd"
+    v: str = "bhsd"
+    output: str = "bhsd"
+
+
+@dataclass(frozen=True)
 class Site:
     """One attention of the graph, from its query, key and value nodes to the node that holds its output."""
 
     layer: str  # module path
     anchor: Node  # the SDPA or softmax node
-    output: Node  # replaced by the operator, [B, Hq, S, Dv]
-    q: Node  # [B, Hq, S, Dk]
-    k: Node  # [B, Hkv, S, Dk]: before any repetition over the group
-    v: Node  # [B, Hkv, S, Dv]
+    output: Node  # replaced by the operator
+    q: Node
+    k: Node  # before any repetition over the group
+    v: Node
+    layouts: Layouts
     heads: int
     kv_heads: int
     key_dim: int

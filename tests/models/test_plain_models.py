@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+import kvpass
 from kvpass.models.counterexamples import (
     COUNTEREXAMPLES,
     bidirectional,
@@ -11,7 +12,7 @@ from kvpass.models.counterexamples import (
     stochastic,
     unread_step,
 )
-from kvpass.models.plain import PLAIN, plain_matmul, plain_sdpa
+from kvpass.models.plain import PLAIN, plain_grouped, plain_matmul, plain_sdpa
 
 EVERY = [*PLAIN, *COUNTEREXAMPLES]
 
@@ -50,10 +51,35 @@ def test_deterministic_weights(build):
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("build", [build for build in PLAIN if build is not plain_grouped], ids=_name)
 @torch.no_grad()
-def test_two_spellings_of_one_decoder():
-    """plain_sdpa and plain_matmul compute the same logits."""
-    torch.testing.assert_close(plain_sdpa()(_ids()).logits, plain_matmul()(_ids()).logits, atol=1e-4, rtol=1e-4)
+def test_spellings_of_one_decoder(build):
+    """All spellings over the same weights compute the same logits."""
+    torch.testing.assert_close(build()(_ids()).logits, plain_sdpa()(_ids()).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", PLAIN, ids=_name)
+@torch.no_grad()
+def test_compiled_at_full_budget_it_writes_the_same(build):
+    """Whatever the spelling: 16 greedy tokens and a left-padded batch's logits are those of the untouched decoder."""
+    model = build()
+    compiled = kvpass.compile(model, budget=1.0, backend="eager")
+    assert [layer.kv_heads for layer in compiled.kvpass.runtime.layers] == [2, 2]
+    ids, cache, new = _ids(), compiled.kvpass.new_cache(), _ids()
+    for _ in range(16):
+        expected = model(ids).logits[:, -1]
+        got = compiled(new, past_key_values=cache).logits[:, -1]
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)  # fp32 sums in another order
+        new = got.argmax(-1, keepdim=True)
+        assert torch.equal(new, expected.argmax(-1, keepdim=True))
+        ids = torch.cat((ids, new), 1)
+    padding = torch.ones_like(ids)
+    padding[1, :3] = 0
+    positions = (padding.cumsum(1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": padding}
+    got, expected = (decoder(**inputs).logits[padding.bool()] for decoder in (compiled, model))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("build", PLAIN, ids=_name)
