@@ -10,12 +10,13 @@ import functools
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .build import available, library, why_not
 
-__all__ = ["attend", "available", "linear", "linears", "read_stream", "supports_attend", "supports_linear", "why_not"]
+__all__ = ["attend", "auction", "available", "linear", "linears", "read_stream", "supports_attend", "supports_linear", "why_not"]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE = 512  # keys per unit of work
@@ -27,10 +28,13 @@ _ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 3q 2d")
 _LINEAR_ARGS = struct.Struct("4P 4q 3q q")
 
 
+_P = [ctypes.c_void_p] * 4
 _SIGNATURES = {
     "kvpass_attend": [ctypes.c_char_p],
     "kvpass_linears": [ctypes.c_char_p, ctypes.c_int64],
+    "kvpass_auction": [*_P[:2], ctypes.c_int64, *_P[:4], ctypes.c_int64, ctypes.c_void_p],
 }
+_RETURNS = {"kvpass_auction": ctypes.c_int64}
 
 
 @functools.cache
@@ -40,7 +44,7 @@ def _function(name: str):
         raise RuntimeError(f"CPU kernels unavailable: {why_not()}")
     function = getattr(lib, name)
     function.argtypes = _SIGNATURES[name]
-    function.restype = ctypes.c_int
+    function.restype = _RETURNS.get(name, ctypes.c_int)
     return function
 
 
@@ -200,3 +204,16 @@ def read_stream(data: Tensor) -> float:
 
 def _no_grad(*tensors: Tensor) -> bool:
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+
+
+def auction(offer, state: np.ndarray, budget: int) -> tuple[np.ndarray, int, float]:
+    """The heap of :func:`kvpass.kernels.auction.auction`."""
+    state, least = state.copy(), np.empty(1)
+    arrays = [np.ascontiguousarray(x) for x in (offer.roots, offer.added, offer.first, offer.count, offer.split)]
+    roots, added, first, count, split = (x.ctypes.data for x in arrays)
+    left = _function("kvpass_auction")(
+        roots, added, len(arrays[0]), first, count, split, state.ctypes.data, budget, least.ctypes.data
+    )
+    if left < 0:
+        raise MemoryError("auction: no memory for the offers")
+    return state, left, float(least[0])
