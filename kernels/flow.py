@@ -67,7 +67,7 @@ def relevance(direct: Tensor, indirect: Tensor, hop_share: float) -> Tensor:
 
 def floor_candidates(
     relevance: Tensor,
-    tokens: Tensor,
+    held: Tensor,
     *,
     pool: int = 7,
     shared: float = 0.5,
@@ -81,16 +81,16 @@ def floor_candidates(
 
     Args:
         relevance: [R, N].
-        tokens: [R] int64, how many of the N each row has.
+        held: [R, N] bool, which of the N a row has.
     """
     mean = relevance.mean(0)
     mixed = ((1 - shared) * relevance + shared * mean).unsqueeze(1)
     pooled = max_pool1d(mixed, pool, stride=1, padding=pool // 2).squeeze(1)
     result = []
-    for row, count in enumerate(tokens.tolist()):
-        own = pooled[row, :count]
+    least = gate / held.sum(-1).clamp(min=1)
+    for row, own in enumerate(pooled.masked_fill(~held, -torch.inf)):
         order = own.argsort(descending=True, stable=True)
-        order = order[own[order] >= gate / max(count, 1)]
+        order = order[own[order] >= least[row]]
         running = relevance[row][order].cumsum(0)
         result.append(order[: int((running < mass).sum())])
     return result

@@ -41,7 +41,11 @@ class Forest:
         """Append nodes and return their indices."""
         new = {"row": row, "start": start, "stop": stop, "parent": parent}
         size = len(row)
-        new |= {"first": np.zeros(size, np.int64), "count": np.zeros(size, np.int64), "distortion": np.full(size, np.nan)}
+        new |= {
+            "first": np.zeros(size, np.int64),
+            "count": np.zeros(size, np.int64),
+            "distortion": np.full(size, np.nan),
+        }
         begun = len(self)
         for name, value in new.items():
             setattr(self, name, np.concatenate([getattr(self, name), np.asarray(value)]))
@@ -67,16 +71,28 @@ class Forest:
         return np.where(self.count > 0, np.maximum(self.distortion - children, 0), 0)
 
 
-def isolate(forest: Forest, node: np.ndarray, token: np.ndarray) -> dict[int, int]:
+def explode(forest: Forest, node: np.ndarray) -> None:
+    """Split nodes into all their single entries at once."""
+    length = forest.length[node]
+    owner = np.repeat(node, length)
+    begun = np.cumsum(length) - length
+    at = np.arange(len(owner)) - np.repeat(begun, length) + forest.start[owner]
+    made = forest.grow(forest.row[owner], at, at + 1, owner)
+    forest.first[node] = (made[0] if len(made) else 0) + begun
+    forest.count[node] = length
+    forest.distortion[made] = 0.0
+
+
+def isolate(forest: Forest, node: np.ndarray, token: np.ndarray) -> np.ndarray:
     """Split ``node`` [n] down to the single ``token`` [n]s, the first of a node's tokens first: forced extraction.
 
-    Tokens are entry indices of the node's row, listed by falling importance. Returns the leaf of each place.
+    Tokens are entry indices of the node's row, listed by falling importance. Returns the leaf of each.
     """
-    leaf: dict[int, int] = {}
+    leaf = np.empty(len(node), np.int64)
     place = np.arange(len(node))
     while len(node):
         whole = forest.length[node] == 1
-        leaf.update(zip(place[whole].tolist(), node[whole].tolist(), strict=True))
+        leaf[place[whole]] = node[whole]
         node, token, place = node[~whole], token[~whole], place[~whole]
         if not len(node):
             break
@@ -145,7 +161,7 @@ def _choices(
     low = curve.masked_fill(~used, torch.inf).amin(1, keepdim=True)
     high = curve.masked_fill(~used, -torch.inf).amax(1, keepdim=True)
     sharp = torch.where(high > low, (curve - low) / (high - low).clamp(min=1e-300), 0)
-    order = curve.masked_fill(~used, -torch.inf).argsort(1, descending=True, stable=True)[:, :candidates]
+    order = curve.masked_fill(~used, -torch.inf).argsort(dim=1, descending=True, stable=True)[:, :candidates]
     middle = (stop - start)[:, None] // 2
     order = torch.where(order < (stop - start)[:, None], order, middle)  # shorter than ``candidates``
     order = torch.cat([order, middle], 1).sort(1).values  # the earliest of equals

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from .build import available, library, why_not
 
-__all__ = ["attend", "auction", "available", "linear", "linears", "read_stream", "supports_attend", "supports_linear", "why_not"]
+__all__ = [
+    "attend",
+    "auction",
+    "available",
+    "linear",
+    "linears",
+    "read_stream",
+    "supports_attend",
+    "supports_linear",
+    "why_not",
+]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE = 512  # keys per unit of work
@@ -28,11 +38,11 @@ _ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 3q 2d")
 _LINEAR_ARGS = struct.Struct("4P 4q 3q q")
 
 
-_P = [ctypes.c_void_p] * 4
+_P = ctypes.c_void_p
 _SIGNATURES = {
     "kvpass_attend": [ctypes.c_char_p],
     "kvpass_linears": [ctypes.c_char_p, ctypes.c_int64],
-    "kvpass_auction": [*_P[:2], ctypes.c_int64, *_P[:4], ctypes.c_int64, ctypes.c_void_p],
+    "kvpass_auction": [_P, _P, ctypes.c_int64, _P, _P, _P, _P, ctypes.c_int64, _P],
 }
 _RETURNS = {"kvpass_auction": ctypes.c_int64}
 

@@ -9,6 +9,7 @@ from kvpass.policies.cam import CaM
 from kvpass.policies.d2o import D2O
 from kvpass.policies.duo import DuoAttention
 from kvpass.policies.expected import ExpectedAttention
+from kvpass.policies.gracekv import GraceKV
 from kvpass.policies.h2o import H2O
 from kvpass.policies.headkv import HeadKV
 from kvpass.policies.keepkv import KeepKV
@@ -41,6 +42,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "cam": CaM,
     "d2o": D2O,
     "kvmerger": KVMerger,
+    "gracekv": GraceKV,
     "random": Random,
     "oracle": Oracle,
 }
@@ -54,6 +56,7 @@ __all__ = [
     "CaM",
     "DuoAttention",
     "ExpectedAttention",
+    "GraceKV",
     "HeadKV",
     "KVMerger",
     "KVzip",
