@@ -321,11 +321,15 @@ class RaggedCache(Cache):
         twin.tails = {window: Tail(window, tail.pos.clone(), tail.cursor) for window, tail in self.tails.items()}
         return twin
 
-    def save(self, path) -> None:
-        """Write the cache to a safetensors file; ``kvpass.load_cache(path, model)`` reads it."""
+    def save(self, path, tokens=None, tokenizer=None) -> None:
+        """Write the cache to a safetensors file; ``kvpass.load_cache(path, model)`` reads it.
+
+        With ``tokens`` (ids [B, S], or a list of ids a sequence) and ``tokenizer`` the file holds the text too, which
+        ``kvpass view`` shows.
+        """
         from kvpass.saved import save
 
-        save(self, path)
+        save(self, path, tokens, tokenizer)
 
     def __deepcopy__(self, memo) -> RaggedCache:
         return self.fork()

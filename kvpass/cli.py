@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvpass import demo, models
+from kvpass import demo, models, viewer
 from kvpass.benchmarks import throughput
 from kvpass.benchmarks.eval import command as evaluation
 
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
             evaluation.add_arguments,
             evaluation.command,
         ),
+        ("view", "which tokens a saved cache keeps, as one static page", viewer.add_arguments, viewer.command),
     ):
         sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         add_arguments(sub)

@@ -23,17 +23,21 @@ SCHEMA = 1
 _SAMPLES = 64  # values of each weight that enter the fingerprint
 
 
-def save(cache: RaggedCache, path: str | os.PathLike) -> None:
+def save(cache: RaggedCache, path: str | os.PathLike, tokens=None, tokenizer=None) -> None:
     """Write ``cache`` to ``path`` (safetensors), whole or not at all.
 
+    ``tokens``, the ids of each sequence without padding, and their ``tokenizer`` put the text into the file as well,
+    for ``kvpass view``. Ids beyond what the cache has seen are left out, such as the last one of ``generate``.
+
     Raises:
-        CacheError: the cache is empty, or in the middle of a prompt.
+        CacheError: the cache is empty, or in the middle of a prompt, or has seen other tokens than these.
         OSError: the file cannot be written.
     """
     if cache.seen is None:
         raise CacheError("the cache is empty; there is nothing to save")
     if cache.pending or cache.prompt_end is not None:
         raise CacheError("the cache is in the middle of a prompt; save it when the prompt is through")
+    pieces = _pieces(cache, tokens, tokenizer)
     tensors = {name: tensor.contiguous() for name, tensor in _named(cache).items()}
     facts = {
         "schema": SCHEMA,
@@ -44,7 +48,7 @@ def save(cache: RaggedCache, path: str | os.PathLike) -> None:
         "spare_slots": cache.spare_slots,
         "cursors": {str(window): tail.cursor for window, tail in cache.tails.items()},
         "digest": _digest(tensors),
-    }
+    } | ({} if pieces is None else {"pieces": pieces})
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
@@ -53,6 +57,20 @@ def save(cache: RaggedCache, path: str | os.PathLike) -> None:
         Path(temporary).replace(path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _pieces(cache: RaggedCache, tokens, tokenizer) -> list[list[str]] | None:
+    """The text of every token that each sequence of the cache has seen."""
+    if tokens is None and tokenizer is None:
+        return None
+    if tokens is None or tokenizer is None:
+        raise CacheError("the text of a cache is saved from tokens= and tokenizer= together")
+    if cache.padded and isinstance(tokens, Tensor):
+        raise CacheError("this cache has seen padding; give tokens= as one list of ids a sequence, without padding")
+    seen, rows = cache.seen.tolist(), tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    if len(rows) != len(seen) or any(len(row) < count for row, count in zip(rows, seen, strict=True)):
+        raise CacheError(f"the cache has seen {seen} tokens, tokens= has {[len(row) for row in rows]}")
+    return [[tokenizer.decode([token]) for token in row[:count]] for row, count in zip(rows, seen, strict=True)]
 
 
 def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
@@ -66,7 +84,7 @@ def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
     if handle is None:
         raise CacheError("load_cache needs a model made by kvpass.compile")
     runtime: Runtime = handle.runtime
-    facts, tensors = _read(path)
+    facts, tensors = read(path)
     if facts["model"] != fingerprint(runtime):
         raise CacheError(f"{path}: was saved from a model with other weights, precision or rotary embedding")
     cache = handle.new_cache()
@@ -120,7 +138,8 @@ def _named(cache: RaggedCache) -> dict[str, Tensor]:
     return found
 
 
-def _read(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
+def read(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
+    """The facts and the tensors of a file that :func:`save` wrote; CacheError when it is no such file."""
     try:
         with safe_open(str(path), framework="pt") as file:
             facts = json.loads((file.metadata() or {}).get("kvpass", "null"))

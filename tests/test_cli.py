@@ -23,7 +23,7 @@ def explained(monkeypatch):
     return fix
 
 
-@pytest.mark.parametrize("command", [[], ["explain"], ["demo"], ["bench"], ["eval"]])
+@pytest.mark.parametrize("command", [[], ["explain"], ["demo"], ["bench"], ["eval"], ["view"]])
 def test_help_is_instant(command):
     """Help loads neither torch nor transformers."""
     code = (
