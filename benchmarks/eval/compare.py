@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from torch import nn
 
 from kvpass.benchmarks.eval import trial
 from kvpass.benchmarks.eval.attention import output_errors
 from kvpass.benchmarks.eval.metrics import fidelity
+from kvpass.benchmarks.eval.prepare import Prepared
 from kvpass.benchmarks.eval.record import Instrument, Recording, record
 from kvpass.benchmarks.eval.settings import Protocol
 from kvpass.benchmarks.tasks import METRICS, Sample, Tokens, encode
@@ -56,25 +58,25 @@ def rows(
     """
     tokens = encode(sample, tokenizer)
     tokens = replace(tokens, gold=tokens.gold[: protocol.gold])
+    if tokenizer is None:  # bytes, of which a tiny model knows only some
+        tokens = Tokens(*(tuple(token % instrument.vocabulary for token in part) for part in vars(tokens).values()))
     started = time.perf_counter()
     recording = record(instrument, tokens, aware=protocol.aware, free=protocol.free)
     prefill = time.perf_counter() - started
     told = _told(sample, recording, recording.snapshot, tokenizer) if protocol.generate else {}
-    for name, policy, budget in plan:
-        yield {
-            "task": sample.task,
-            "id": sample.id,
-            "family": sample.family,
-            "policy": name,
-            "budget": budget,
-            "future": policy.wants == "continuation",
-            **_measured(sample, tokens, recording, policy, budget, tokenizer, protocol, prefill),
-            **{f"{key}_full": value for key, value in told.items()},
-        }
+    for (name, policy), items in groupby(plan, key=lambda item: item[:2]):
+        started = time.perf_counter()
+        prepared = Prepared.of(recording, policy)
+        seconds = {"prefill": prefill, "observe": time.perf_counter() - started}
+        for _, _, budget in items:
+            row = {"task": sample.task, "id": sample.id, "family": sample.family, "policy": name, "budget": budget}
+            row |= {"future": policy.wants == "continuation"}
+            row |= _measured(sample, tokens, recording, prepared, budget, tokenizer, protocol, seconds)
+            yield row | {f"{key}_full": value for key, value in told.items()}
 
 
-def _measured(sample: Sample, tokens: Tokens, recording: Recording, policy, budget, tokenizer, protocol, prefill):
-    made = trial.compress(recording, policy, Budget.parse(budget))
+def _measured(sample: Sample, tokens: Tokens, recording: Recording, prepared, budget, tokenizer, protocol, seconds):
+    made = trial.compress(recording, prepared, Budget.parse(budget))
     started = time.perf_counter()
     log_p = trial.forced(recording, made)
     read = time.perf_counter() - started
@@ -87,7 +89,7 @@ def _measured(sample: Sample, tokens: Tokens, recording: Recording, policy, budg
         "allowed": made.allowed,
         "bytes": made.nbytes,
         "bytes_full": recording.snapshot.nbytes(),
-        "seconds": {"prefill": prefill, "compress": made.seconds, "read": read},
+        "seconds": {**seconds, "compress": made.seconds, "read": read},
     }
     if protocol.attention:
         row["attention_error"] = output_errors(recording, made)

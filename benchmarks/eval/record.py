@@ -15,7 +15,7 @@ from kvpass.cache import RaggedCache
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.layout import unpack
 from kvpass.policies.base import Policy
-from kvpass.policies.regions import Regions
+from kvpass.policies.regions import Regions, split
 from kvpass.runtime import Runtime
 
 WITHOUT = 64  # tokens of a text that the model without context still sees, where there is no question
@@ -65,6 +65,7 @@ class Instrument:
     runtime: Runtime
     recorder: Recorder
     ends: tuple[int, ...] = ()  # tokens that end an answer
+    vocabulary: int = 256
 
     @staticmethod
     def of(model: nn.Module, policies: Iterable[Policy]) -> Instrument:
@@ -81,7 +82,7 @@ class Instrument:
             raise ValueError("every layer of this model has a sliding window, so there is nothing to compress")
         ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
         ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
-        return Instrument(made.kvpass.runtime, recorder, ends)
+        return Instrument(made.kvpass.runtime, recorder, ends, model.config.get_text_config().vocab_size)
 
     @property
     def full(self) -> list[int]:
@@ -114,7 +115,8 @@ class Recording:
     rest: tuple[int, ...]  # all tokens after the cut, teacher-forced; the last one of the answer is never fed
     gold: tuple[int, ...]  # the scored tokens
     snapshot: RaggedCache  # at the cut, everything kept
-    entries: list[Entries]  # per full-attention layer, [1, Hkv, cut, D]
+    # Per full-attention layer, the free prefix, what is charged and the free question.
+    parts: list[tuple[Entries, Entries, Entries]]
     seen: list[Observation]  # per full-attention layer, every query before the cut
     later: list[Queries]  # the queries of ``rest``
     end: RaggedCache  # after ``rest``, everything kept
@@ -122,6 +124,11 @@ class Recording:
     full: Tensor  # [T, V] log-probabilities at the scored tokens
     without: Tensor  # [T, V] the same without the context
     rehearsed: dict[tuple[int, ...], list[Queries]] = field(default_factory=dict)
+
+    @property
+    def middle(self) -> list[Entries]:
+        """Per full-attention layer, the charged entries."""
+        return [part[1] for part in self.parts]
 
     def observation(self, policy: Policy) -> list[Observation]:
         """What ``policy`` sees, by what it wants: the prompt's queries, a rehearsal's too, or the continuation's."""
@@ -187,7 +194,7 @@ def record(instrument: Instrument, tokens, *, aware: bool, free: bool) -> Record
         rest=rest,
         gold=scored,
         snapshot=snapshot,
-        entries=[unpack(snapshot.stores[index]) for index in instrument.full],
+        parts=[split(unpack(snapshot.stores[index]), regions, [len(before)]) for index in instrument.full],
         seen=seen,
         later=_latest(instrument, cache),
         end=cache,
@@ -219,5 +226,7 @@ def _joined(seen: Observation, own: Queries) -> Observation:
 
 def sliced(seen: Observation, index: Tensor) -> Observation:
     """The observed queries ``index`` [W], which are positions of a prompt that was observed as a whole."""
+    if len(index) == seen.q.shape[2]:
+        return seen
     index = index.to(seen.q.device)
     return replace(seen, q=seen.q.index_select(2, index), q_pos=seen.q_pos.index_select(1, index))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.benchmarks.eval.prepare import Prepared
 from kvpass.benchmarks.eval.record import Recording
 from kvpass.budget import Budget
 from kvpass.cache import RaggedCache
 from kvpass.kernels.layout import Store, pack
 from kvpass.passes.spec import KVPassError
-from kvpass.policies.base import Policy
-from kvpass.policies.regions import Regions, compress_context
+from kvpass.policies.regions import join
 
 
 class MiscountError(KVPassError):
@@ -34,23 +34,23 @@ class Trial:
 
 
 @torch.no_grad()
-def compress(recording: Recording, policy: Policy, budget: Budget) -> Trial:
+def compress(recording: Recording, prepared: Prepared, budget: Budget) -> Trial:
     """Compress the recorded prompt as a prefill would.
 
     Raises:
         MiscountError: the policy keeps more than the budget, or over 1 % less.
     """
     regions, cut = recording.regions, recording.cut
-    layers = list(zip(recording.entries, recording.observation(policy), strict=True))
-    started = time.perf_counter()
-    packed = [pack(kept) for kept in compress_context(policy, layers, budget, [cut], regions)]
-    seconds = time.perf_counter() - started
+    own = regions.context(cut)
+    spared, started = prepared.spared, time.perf_counter()
+    kept = prepared.policy.compress(prepared.layers, budget, [own])
+    packed = [pack(join(front, part, back)) for (front, _, back), part in zip(recording.parts, kept, strict=True)]
+    seconds = time.perf_counter() - started + prepared.spared - spared
     entries = sum(store.k.shape[0] for store in packed)
     rows = recording.instrument.rows
-    own = cut if regions == Regions() else regions.context(cut)
     allowed = budget.total([own], rows)[0] + (cut - own) * rows
     if not 0.99 * allowed <= entries <= allowed:
-        raise MiscountError(f"{policy} stores {entries} entries where {budget} permits {allowed}")
+        raise MiscountError(f"{prepared.policy} stores {entries} entries where {budget} permits {allowed}")
     cache = recording.snapshot.fork()
     stores: list[Store | None] = [None] * len(recording.instrument.runtime.layers)
     for index, store in zip(recording.instrument.full, packed, strict=True):

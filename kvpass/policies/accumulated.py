@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from kvpass.policies.base import Policy
 class Accumulated(Policy):
     """Every query of the prompt judges, each seeing what precedes it; how a row's quota is spent is
     :meth:`build`'s choice."""
+
+    prompt_only: ClassVar[tuple[str, ...]] = ("mass",)
 
     def observe(self, length: int) -> int:
         return length

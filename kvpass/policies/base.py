@@ -31,6 +31,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     wants: ClassVar[str] = "prompt"  # whose queries judge: the prompt's | a rehearsal's | the continuation's
+    # Methods whose result does not depend on the budget: an evaluation at several budgets runs them once.
+    prompt_only: ClassVar[tuple[str, ...]] = ("scores",)
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:

@@ -34,6 +34,7 @@ class HeadKV(SnapKV):
 
     name: ClassVar[str] = "headkv"
     wants: ClassVar[str] = "rehearsal"
+    prompt_only: ClassVar[tuple[str, ...]] = ("scores", "retrieval")
 
     def __post_init__(self) -> None:
         super().__post_init__()

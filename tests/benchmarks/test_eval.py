@@ -141,3 +141,13 @@ def test_fidelity_by_hand():
     assert got["retention"] == pytest.approx(1 - 0.5 / 2)
     assert got["agreement"] == 0.5 and not got["exact"] and got["exact_full"]
     assert fidelity(own, full, full, [0, 1])["retention"] is None
+
+
+def test_shared_work_changes_nothing(tiny_model):
+    """What a policy computes once for all budgets gives what each budget gives alone, and its time is counted."""
+    policies = {name: get(name) for name in POLICIES}
+    together = compare(policies, [0.5, 0.2], [QUESTION], tiny_model())
+    for at, budget in enumerate((0.5, 0.2)):
+        alone = compare(policies, [budget], [QUESTION], tiny_model())
+        assert [row["kl"] for row in together[at::2]] == [row["kl"] for row in alone]
+    assert all(row["seconds"]["compress"] > 0 for row in together)
