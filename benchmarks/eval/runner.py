@@ -64,7 +64,8 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
     plan = tuple((name, policy, budget) for name, policy in wanted.items() for budget in settings.budgets)
     identity = (meta["model_hash"], meta["code"], settings.protocol)
     jobs, found = [], {}
-    for length, sample in _samples(settings, tokenizer):
+    samples, unmade = _samples(settings, tokenizer)
+    for length, sample in samples:
         shard = Shard.of(out / "shards", *identity, length, sample)
         done = shard.read()
         left = tuple(item for item in plan if not any(_is(row, item) for row in done))
@@ -72,6 +73,8 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
         found[jobs[-1].shard] = done if not left or _skipped(done) else None
     todo = [job for job in jobs if found[job.shard] is None]
     if loaded or settings.jobs == 1 or len(todo) < 2:
+        if not loaded:
+            torch.set_num_threads(1)  # as in a worker, so that the figures are the same
         instrument = Instrument.of(model, wanted.values()) if todo else None
         results = ((job, measure(job, instrument, tokenizer)) for job in todo)
     else:
@@ -79,7 +82,8 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
         results = _spread(todo, settings, tuple(wanted.values()))
     for job, measured in bar(results, "samples", total=len(todo)):
         found[job.shard] = measured
-    return _result(settings, meta, jobs, found, plan, time.perf_counter() - started)
+    result = _result(settings, meta, jobs, found, plan, time.perf_counter() - started)
+    return result | {"skipped": unmade + result["skipped"]}
 
 
 def measure(job: Job, instrument: Instrument, tokenizer) -> list[dict]:
@@ -109,14 +113,22 @@ def load(name: str) -> tuple:
     return model, AutoTokenizer.from_pretrained(name, local_files_only=True)
 
 
-def _samples(settings: Settings, tokenizer) -> Iterator[tuple[int, Sample]]:
-    for length in settings.lengths:
-        if settings.jsonl is not None:
-            yield from ((length, sample) for sample in tasks.own(settings.jsonl, tokenizer, length))
-            continue
-        for task in bar(settings.tasks, f"making samples of {length} tokens"):
-            made = TASKS[task](tokenizer, length, settings.samples, settings.seed, settings.data)
-            yield from ((length, sample) for sample in made)
+def _samples(settings: Settings, tokenizer) -> tuple[list[tuple[int, Sample]], list[dict]]:
+    """All samples with their length, and tasks that cannot be made at some length with the reason."""
+    if settings.jsonl is not None:
+        own = ((length, tasks.own(settings.jsonl, tokenizer, length)) for length in settings.lengths)
+        return [(length, sample) for length, samples in own for sample in samples], []
+    made, skipped = [], []
+    plan = [(length, task) for length in settings.lengths for task in settings.tasks]
+    for length, task in bar(plan, "making samples"):
+        try:
+            samples = TASKS[task](tokenizer, length, settings.samples, settings.seed, settings.data)
+            made += [(length, sample) for sample in samples]
+        except ValueError as reason:
+            skipped.append({"length": length, "task": task, "skipped": str(reason)})
+    if skipped and not made:
+        raise ValueError(skipped[0]["skipped"])
+    return made, skipped
 
 
 def _is(row: dict, item: tuple[str, Policy, float | int]) -> bool:
