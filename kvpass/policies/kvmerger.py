@@ -26,9 +26,11 @@ class KVMerger(Accumulated):
 
     The threshold is not given but found: the one that leaves exactly the quota, never below ``least`` (where
     that leaves too many, single entries with the least attention are lost, then runs). A run's pivot is its
-    member with most attention; members weigh exp(-|k_pivot - k|^2 / 2 sigma^2), normalised, and the value is
-    multiplied by their number, as published. The shares of ``recent`` and ``heavy`` are those of the published
-    35 % setting, relative to the budget.
+    member with most attention; members weigh exp(-|k_pivot - k|^2 / 2 sigma^2), normalised. The shares of
+    ``recent`` and ``heavy`` are those of the published 35 % setting, relative to the budget.
+
+    The paper multiplies a run's value by its members, ``value_scale="members"``. The softmax denominator does not
+    grow with it, so outputs do: below a third of the entries that destroyed SmolLM2's, hence the plain mean.
     """
 
     sinks: int = 0  # the paper has none: they are heavy
@@ -36,7 +38,7 @@ class KVMerger(Accumulated):
     heavy_share: float = 0.06
     least: float = 0.0
     sigma: float | None = None  # None: the mean distance to the pivot, which has the scale of the keys
-    value_scale: ValueScale = "members"  # "mean": the weighted mean alone
+    value_scale: ValueScale = "mean"  # members: times the number of members, as published
     votes: bool = False  # ablation: the vote counts the members, and the value is their weighted mean
 
     name: ClassVar[str] = "kvmerger"

@@ -25,10 +25,13 @@ class AttentionMatching(Policy):
     """Original keys, each with a fitted log-vote and a fitted value; sinks and the recent window stay exact.
 
     The judges are ``references`` queries spread over the prompt and those of its last ``window`` tokens (the
-    paper's context-prefill). Each sees every entry, and a group's heads are judged together. ``keys="attention"``
-    keeps the entries with the highest root mean square weight; ``"omp"`` those that explain the softmax
-    denominator best, found in ``rounds``. Log-votes are the least-squares fit of the denominator, values the ridge
-    fit of the output towards the original values.
+    paper's context-prefill), or with ``judges="rehearsal"`` so many of a repetition of the prompt after itself (its
+    repeat-prefill, without an instruction, as a policy has no tokenizer). Each sees every entry, and a group's heads
+    are judged together.
+
+    ``keys="attention"`` keeps the entries with the highest root mean square weight; ``"omp"`` those that explain the
+    softmax denominator best, found in ``rounds``. Log-votes are the least-squares fit of the denominator, values the
+    ridge fit of the output towards the original values.
 
     A key with a negligible vote keeps its place at the least one, where the published code drops it, and totals
     are met exactly.

@@ -137,7 +137,7 @@ def pairs_above(entries, h, others, eps):
 @pytest.mark.parametrize("least", [-1.0, 0.9])
 def test_kvmerger(sigma, votes, least):
     """Runs of neighbours above the threshold that meets the quota, each a Gaussian mean about its heaviest."""
-    policy = KVMerger(heavy_share=0.2, least=least, sigma=sigma, votes=votes)
+    policy = KVMerger(heavy_share=0.2, least=least, sigma=sigma, votes=votes, value_scale="members")
     ((entries, seen),), (out,) = compressed(policy)
     for h in range(HEADS):
         mass = accumulated(entries, seen, h)
