@@ -14,6 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from kvpass.kernels import cpu
 from kvpass.kernels.entries import Observation
 from kvpass.kernels.score import exp_, working_dtype
 
@@ -45,6 +46,7 @@ class Layer:
     turning: Observation | None  # whose frame the keys were un-rotated from; None = cached frame
     multiplicity: Multiplicity
     fit: Tensor | None  # [P] bool, probes that calibrate; the others judge. None: all do both
+    native: list[Tensor] | None = None  # the same for the C++ kernel, where it can be used
 
     @property
     def attended(self) -> Tensor:
@@ -80,7 +82,7 @@ def layer(
     turning = seen if unrotated and seen.frame is not None else None
     flat = turning.frame.turn(k, -pos.clamp(min=0)) if turning else k
     judges = torch.arange(probes.shape[1], device=k.device) % 2 == 0
-    return Layer(
+    of = Layer(
         k=flat,
         size=flat.norm(dim=-1),
         v=v,
@@ -96,6 +98,7 @@ def layer(
         multiplicity=multiplicity,
         fit=judges if multiplicity == "calibrated" and probes.shape[1] > 1 else None,
     )
+    return native(of, seen)
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,8 @@ def prototypes(of: Layer, row: Tensor, start: Tensor, stop: Tensor, *, outputs: 
 def distortion(of: Layer, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     """[n] fp64: mean over the probes that see all of an interval of its share of attention times the relative errors
     that its prototype makes. 0 for single entries."""
+    if of.native is not None:
+        return split_costs(of, row, start, stop, stop.unsqueeze(-1), stop.unsqueeze(-1))[:, 0]
     result = torch.zeros(len(row), dtype=torch.float64, device=row.device)
     several = (stop - start > 1).nonzero().flatten()
     probes, value = of.mass.shape[-1], of.v.shape[-1]
@@ -161,6 +166,44 @@ def distortion(of: Layer, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     for part in several.split(block):
         result[part] = _distortion(of, row[part], start[part], stop[part])
     return result
+
+
+def split_costs(of: Layer, row: Tensor, start: Tensor, stop: Tensor, ends: Tensor, begins: Tensor) -> Tensor:
+    """[n, 2 K] fp64: the distortion of start .. ``ends`` [n, K], then that of ``begins`` [n, K] .. stop.
+
+    A part outside its interval is cut short, an empty one costs nothing.
+    """
+    low, high = start.unsqueeze(-1), stop.unsqueeze(-1)
+    ends, begins = ends.clamp(low, high), begins.clamp(low, high)
+    if of.native is not None:
+        cost = torch.empty(len(row), 2 * ends.shape[1], dtype=torch.float64)
+        cpu.split_costs(
+            [*of.native, *(x.contiguous() for x in (row, start, stop, ends, begins))],
+            cost,
+            of.multiplicity == "coherence",
+        )
+        return cost
+    rows = row.unsqueeze(-1).expand(-1, 2 * ends.shape[1])
+    left = torch.cat([low.expand_as(ends), begins], 1)
+    right = torch.cat([ends, high.expand_as(begins)], 1)
+    return distortion(of, rows.flatten(), left.flatten(), right.flatten()).reshape(rows.shape)
+
+
+def native(of: Layer, seen: Observation) -> Layer:
+    """``of`` with what the C++ version of :func:`split_costs` reads, where it can be used."""
+    fits = of.k.device.type == "cpu" and of.k.dtype == torch.float32 and of.multiplicity != "calibrated"
+    if not fits or not cpu.available():
+        return of
+    if of.turning is None:
+        pairs = torch.zeros(0, dtype=torch.int64)
+        turn = [pairs, pairs, of.k.new_zeros(0), of.k.new_zeros(0)]
+    else:
+        frame = seen.frame
+        angle = torch.arange(int(of.pos.max()) + 1, dtype=torch.float64).unsqueeze(-1) * frame.freq
+        turn = [frame.first, frame.second, angle.cos().float(), angle.sin().float()]
+    votes = of.log_votes.exp()
+    parts = [of.k, of.size, of.v, votes, of.relevance, of.probes, of.peak, of.mass, of.total, of.pos, of.seen, *turn]
+    return replace(of, native=[x.contiguous() for x in parts])
 
 
 def drop_distortion(of: Layer, row: Tensor, start: Tensor, stop: Tensor) -> Tensor:

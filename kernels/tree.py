@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpass.kernels.prototype import Layer, distortion
+from kvpass.kernels.prototype import Layer, split_costs
 
 TURNING = 0.05  # lam_kappa: what a split at the sharpest turn of an interval is worth besides its gain
 
@@ -121,23 +121,21 @@ def refine(of: Layer, forest: Forest, node: np.ndarray, turns: Tensor, candidate
     start, stop = torch.from_numpy(forest.start[node]), torch.from_numpy(forest.stop[node])
     whole = torch.from_numpy(forest.distortion[node])
     lone, cuts, worth = _choices(of, turns, row, start, stop, candidates)
-    cut_row = row.unsqueeze(-1).expand_as(cuts)
     many = cuts.shape[1]
-    begins = torch.cat([start[:, None].expand(-1, many), cuts, start[:, None], lone[:, None] + 1], 1)
-    ends = torch.cat([cuts, stop[:, None].expand(-1, many), lone[:, None], stop[:, None]], 1)
-    all_rows = torch.cat([cut_row, cut_row, row[:, None], row[:, None]], 1)
-    cost = distortion(of, all_rows.flatten(), begins.flatten(), ends.flatten()).reshape(begins.shape)
-    in_two = whole[:, None] - cost[:, :many] - cost[:, many : 2 * many] + TURNING * worth
+    ends, begins = torch.cat([cuts, lone[:, None]], 1), torch.cat([cuts, lone[:, None] + 1], 1)
+    cost = split_costs(of, row, start, stop, ends, begins)
+    left, right = cost[:, : many + 1], cost[:, many + 1 :]
+    in_two = whole[:, None] - left[:, :many] - right[:, :many] + TURNING * worth
     in_two = in_two.masked_fill((cuts <= start[:, None]) | (cuts >= stop[:, None]), -torch.inf)
     best, at = in_two.max(1)
     inside = (lone > start) & (lone + 1 < stop)
-    around = (whole - cost[:, -2] - cost[:, -1]) / (1 + inside.double())
+    around = (whole - left[:, -1] - right[:, -1]) / (1 + inside.double())
     binary = best >= around
     cut = cuts.gather(1, at[:, None]).squeeze(1)
     edges = torch.stack([torch.where(binary, cut, lone), torch.where(binary, cut, lone + 1)], 1)
     forest.split(node, edges.numpy())
-    left = torch.where(binary, cost.gather(1, at[:, None]).squeeze(1), cost[:, -2])
-    right = torch.where(binary, cost.gather(1, many + at[:, None]).squeeze(1), cost[:, -1])
+    chosen = torch.where(binary, at, many)[:, None]
+    left, right = left.gather(1, chosen).squeeze(1), right.gather(1, chosen).squeeze(1)
     child = forest.first[node]
     last = child + forest.count[node] - 1
     single = forest.length

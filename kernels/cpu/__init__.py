@@ -33,8 +33,9 @@ TILE = 512  # keys per unit of work
 MAX_LAYERS = 16  # linears in one call, as in linear.cpp
 MAX_LINEAR_ROWS = 8  # beyond this a blocked matrix product wins
 
-# The argument structs of attend.cpp and linear.cpp: one pointer crosses the boundary instead of 52 values.
+# The argument structs of the C++ files: one pointer crosses the boundary instead of 52 values.
 _ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 3q 2d")
+_COSTS_ARGS = struct.Struct("21P 9q")
 _LINEAR_ARGS = struct.Struct("4P 4q 3q q")
 
 
@@ -42,6 +43,7 @@ _P = ctypes.c_void_p
 _SIGNATURES = {
     "kvpass_attend": [ctypes.c_char_p],
     "kvpass_linears": [ctypes.c_char_p, ctypes.c_int64],
+    "kvpass_split_costs": [ctypes.c_char_p],
     "kvpass_auction": [_P, _P, ctypes.c_int64, _P, _P, _P, _P, ctypes.c_int64, _P],
 }
 _RETURNS = {"kvpass_auction": ctypes.c_int64}
@@ -227,3 +229,27 @@ def auction(offer, state: np.ndarray, budget: int) -> tuple[np.ndarray, int, flo
     if left < 0:
         raise MemoryError("auction: no memory for the offers")
     return state, left, float(least[0])
+
+
+def split_costs(tensors: Sequence[Tensor], cost: Tensor, coherent: bool) -> None:
+    """Writes to ``cost`` [n, 2 K] what :func:`kvpass.kernels.prototype.split_costs` returns.
+
+    ``tensors`` are those of prototype.cpp's ``Args``, in order up to ``begins``, contiguous fp32 and int64.
+    """
+    k, _, v, _, _, probes, *_ = tensors
+    first, ends = tensors[11], tensors[18]
+    arguments = _COSTS_ARGS.pack(
+        *(x.data_ptr() for x in tensors),
+        cost.data_ptr(),
+        k.shape[1],
+        k.shape[2],
+        v.shape[2],
+        probes.shape[1],
+        first.shape[0],
+        ends.shape[0],
+        ends.shape[1],
+        coherent,
+        torch.get_num_threads(),
+    )
+    if _function("kvpass_split_costs")(arguments):
+        raise MemoryError("split_costs: no memory for sums")

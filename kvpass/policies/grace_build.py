@@ -259,11 +259,14 @@ def _sell(market: Market, offer: Offer, state: np.ndarray, budget: int, spent: i
     available = np.bincount(row[offer.roots], forest.length[offer.roots], minlength=rows).astype(np.int64)
     share = even_split(torch.tensor([budget]), torch.from_numpy(available)[None])[0].numpy()
     owned = np.bincount(row[state == STORED], minlength=rows)
+    left = budget - spent  # less than the shares' rest where the floor gave a row more than its share
     for one in range(rows):
         own = row[offer.roots] == one
         part = replace(offer, roots=offer.roots[own], added=offer.added[own])
-        state, _, _ = auction(part, state, max(0, int(share[one] - owned[one])))
-    return state, budget - int((state == STORED).sum()), 0.0
+        allowed = min(left, max(0, int(share[one] - owned[one])))
+        state, rest, _ = auction(part, state, allowed)
+        left -= allowed - rest
+    return state, left, 0.0
 
 
 def _finish(market: Market, roots: np.ndarray, state: np.ndarray, left: int) -> np.ndarray:
