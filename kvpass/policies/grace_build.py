@@ -17,6 +17,8 @@ from kvpass.kernels.score import compact
 from kvpass.kernels.tree import Forest, explode, isolate, refine
 from kvpass.policies.grace_context import Context, open_entries
 
+AHEAD = 4  # levels split in one visit of a layer
+PROMISE = 4  # times the last least utility that a node must promise to be split ahead of the auction
 GROUP_CAP = 4  # times an even share of the reserved budget that one row may claim
 
 
@@ -61,8 +63,9 @@ def frontier(context: Context, budget: int, shape: Shape) -> Market:
     leaf, group = _floor(market, pos, budget)
     dropped = np.zeros(len(roots))
     wanted = roots[(forest.count[roots] == 0) & (forest.length[roots] > 1)]
+    least = np.inf
     while True:
-        _work(market, wanted, dropped)
+        _work(market, wanted, dropped, least)
         offer = _offer(market, roots, dropped)
         state, spent = reserve(offer, leaf, group, len(worth), *_caps(shape, budget, len(worth)))
         state, left, least = _sell(market, offer, state, budget, spent)
@@ -177,8 +180,12 @@ def _floor(market: Market, pos: np.ndarray, budget: int) -> tuple[np.ndarray, np
     return leaf, row
 
 
-def _work(market: Market, wanted: np.ndarray, dropped: np.ndarray) -> None:
-    """Judge the nodes that have not been judged and split ``wanted``; the first time also price leaving roots out."""
+def _work(market: Market, wanted: np.ndarray, dropped: np.ndarray, least: float) -> None:
+    """Judge the nodes that have not been judged and split ``wanted``; the first time also price leaving roots out.
+
+    Preparing a layer costs as much as splitting its nodes, so new nodes that promise far more than the ``least``
+    utility that an auction paid last are split in the same visit. What it pays only rises as more is offered.
+    """
     forest, shape = market.forest, market.shape
     fresh = np.flatnonzero(np.isnan(forest.distortion))
     begin = len(fresh) and forest.parent[fresh[0]] < 0  # roots come first
@@ -200,7 +207,14 @@ def _work(market: Market, wanted: np.ndarray, dropped: np.ndarray) -> None:
             dropped[root] = prototype.drop_distortion(of, row[:count], start[:count], stop[:count]).cpu().numpy()
         if len(split) and shape.tree:
             curve = turns[of.pos.clamp(min=0, max=len(turns) - 1)]
-            refine(of, forest, split, curve, shape.candidates, int(low))
+            for _ in range(AHEAD):
+                begun = len(forest)
+                refine(of, forest, split, curve, shape.candidates, int(low))
+                made = np.arange(begun, len(forest))
+                promise = _weight(market, made) * forest.distortion[made]
+                split = made[(promise > PROMISE * least) & (forest.length[made] > 1)]
+                if not len(split):
+                    break
 
 
 def _prepared(market: Market, single: tuple[Entries, Observation], layer: int) -> prototype.Layer:
@@ -230,11 +244,12 @@ def _prepared(market: Market, single: tuple[Entries, Observation], layer: int) -
     )
 
 
-def _weight(market: Market) -> np.ndarray:
-    """[nodes] relevance times head sensitivity."""
+def _weight(market: Market, node: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """Relevance times head sensitivity of nodes."""
     forest, worth = market.forest, market.worth
-    omega = market.context.sensitivity.cpu().numpy()[forest.row]
-    return omega * (worth[forest.row, forest.stop] - worth[forest.row, forest.start])
+    row = forest.row[node]
+    omega = market.context.sensitivity.cpu().numpy()[row]
+    return omega * (worth[row, forest.stop[node]] - worth[row, forest.start[node]])
 
 
 def _offer(market: Market, roots: np.ndarray, dropped: np.ndarray) -> Offer:

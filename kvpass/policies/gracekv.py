@@ -35,7 +35,7 @@ class GraceKV(Policy):
     hops: int = 2
     hop_share: float = 0.3  # lam_graph: of relevance, what is reached by hops
     reserved: float = 0.6  # alpha: most of the budget that tokens which must stay exact may claim
-    candidates: int = 16  # sharpest turns at which an interval may be split, besides its middle
+    candidates: int = 4  # sharpest turns at which an interval may be split, besides its middle
     # Parts that can be switched off to see what they are worth.
     curved: bool = True  # slots and splits follow the curvature of hidden states; else even slots
     tree: bool = True  # nodes split step by step; else a slot is one prototype or its single tokens
