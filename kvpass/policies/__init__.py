@@ -23,6 +23,7 @@ from kvpass.policies.reference import Reference
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.streaming import Streaming
 from kvpass.policies.tova import TOVA
+from kvpass.policies.unified import Unified
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "streaming": Streaming,
@@ -43,6 +44,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "d2o": D2O,
     "kvmerger": KVMerger,
     "gracekv": GraceKV,
+    "unified": Unified,
     "random": Random,
     "oracle": Oracle,
 }
@@ -68,6 +70,7 @@ __all__ = [
     "Reference",
     "SnapKV",
     "Streaming",
+    "Unified",
     "get",
 ]
 

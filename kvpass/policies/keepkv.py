@@ -144,10 +144,12 @@ class KeepKV(Policy):
             seen = self._weighing(entries, observed)
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
-            score = self.selector.blend(entries, observed, rms)
-            score = self._competing(entries, self.pin(entries, score, window), quota)
-            keep = self.select(score, quota)
+            keep = self.keep(entries, self.selector.blend(entries, observed, rms), quota, window)
             yield self._merge(entries, seen, keep, blocks, rms, window)
+
+    def keep(self, entries: Entries, weight: Tensor, quota: Tensor, window: Tensor) -> Tensor:
+        """[B, Hkv, N] bool: sinks, the last ``window`` [B, 1, 1] positions, and by ``weight`` up to ``quota``."""
+        return self.select(self._competing(entries, self.pin(entries, weight, window), quota), quota)
 
     def _competing(self, entries: Entries, score: Tensor, quota: Tensor) -> Tensor:
         """The scores that :meth:`select` sees."""

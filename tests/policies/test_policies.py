@@ -30,6 +30,7 @@ from kvpass.policies import (
     Reference,
     SnapKV,
     Streaming,
+    Unified,
     get,
 )
 from kvpass.policies.allocate import ALLOCATORS
@@ -53,6 +54,7 @@ SMALL = [
     Random(),
     Oracle(),
     KeepKV(window=4, sinks=2, references=9),
+    Unified(window=4, sinks=2, references=9),
     KeepKV(window=4, sinks=2, references=9, allocator="global", key_mode="fixed"),
     KeepKV(window=4, sinks=2, references=0, value_fit=False, key_mode="zip"),
     KeepKV(selector=SnapKV(window=4, sinks=2, pool=3, allocator="layer"), references=9),
