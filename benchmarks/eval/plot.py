@@ -6,7 +6,9 @@ from pathlib import Path
 
 from kvpass.benchmarks.eval.tables import FIGURES, groups
 
-STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "o--", "s--", "^--", "D--", "v--", "P--", "X--")
+MARKERS = "os^DvPX"
+DASHES = ("-", "--", ":")
+WORST = -1.0  # retention below it is cut off: what destroys the output would hide all the others
 
 
 def plot(result: dict, path: Path) -> None:
@@ -30,7 +32,7 @@ def plot(result: dict, path: Path) -> None:
             _lines(axis, entries, name)
             axis.set_title(f"{group}, {length} tokens, n = {entries[0]['n']}", fontsize=10)
             axis.set_ylabel("KL, nats a token" if name == "kl" else name)
-    axes[0][0].legend(fontsize=7, ncols=2)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.supxlabel(
         f"budget; {result['meta']['settings']['model']}, question-{result['meta']['protocol']}", fontsize=9
     )
@@ -44,12 +46,13 @@ def _lines(axis, entries: list[dict], name: str) -> None:
             budgets = [entry["budget"] for entry in own]
             middle = [entry[name][0] for entry in own]
             errors = [[abs(entry[name][0] - entry[name][end]) for entry in own] for end in (1, 2)]
-            axis.errorbar(
-                budgets, middle, yerr=errors, fmt=STYLES[at % len(STYLES)], label=policy, ms=3, lw=1, capsize=2
-            )
+            style = MARKERS[at % len(MARKERS)] + DASHES[at // len(MARKERS) % len(DASHES)]
+            axis.errorbar(budgets, middle, errors, fmt=style, color=f"C{at % 10}", label=policy, ms=3, lw=1, capsize=2)
     axis.set_xscale("log")
     if name == "kl" and any(entry["kl"][0] > 0 for entry in entries):
         axis.set_yscale("log")
+    if name == "retention":
+        axis.set_ylim(bottom=max(WORST, axis.get_ylim()[0]))
     budgets = sorted({entry["budget"] for entry in entries})
     axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
     axis.minorticks_off()
