@@ -17,9 +17,9 @@ Keep = Literal["heavy", "streaming"]
 
 @dataclass(frozen=True)
 class CaM(Accumulated):
-    """Half a row's quota is recent. A dropped entry's value joins, with the probability that its accumulated
-    attention bears to the mean of the ``spread`` kept entries after it (at most 1), those entries' values,
-    divided by their number. Its key is lost. Values grow, as published, and that destroyed SmolLM2's output at a fifth
+    """Half a row's quota is recent. A dropped entry's value joins, with the probability that its attention a
+    query bears to the mean of the ``spread`` kept entries after it (at most 1), those entries' values, divided by
+    their number. Its key is lost. Values grow, as published, and that destroyed SmolLM2's output at a fifth
     of the entries: the method was made for an entry a step, not for a prompt at once.
 
     The published cache keeps the first entries beside the recent ones, ``keep="streaming"``, and drops one entry
@@ -58,7 +58,9 @@ class CaM(Accumulated):
 
         # Receivers of a dropped entry: kept slots from its rank among them, as many as there are.
         dtype = working_dtype(entries.k)
-        mass = mass.double()  # a mean is the difference of two running sums
+        # Attention per query that could pay it: sums would call every entry negligible beside an older one.
+        age = (entries.pos.amax(-1, keepdim=True) - entries.pos + 1).clamp(min=1)
+        mass = mass.double() / age
         held = mass.gather(-1, index).masked_fill(~used, 0)
         start = keep.cumsum(-1).gather(-1, dropped)
         stop = torch.minimum(start + self.spread, used.sum(-1, keepdim=True))

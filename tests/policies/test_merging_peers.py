@@ -49,6 +49,7 @@ def test_cam(keep, votes):
         mass = accumulated(entries, seen, h)
         stay = choose(mass, QUOTA, N, 2, 5) if keep == "heavy" else [*range(6), *range(N - 5, N)]
         assert kept(out, 0)[h] == stay
+        mass /= torch.arange(N, 0, -1)  # queries that see it
         value = {n: entries.v[0, h, n].clone() for n in stay}
         vote = dict.fromkeys(stay, 1.0)
         for e in (n for n in range(N) if n not in stay):
