@@ -124,18 +124,29 @@ def _checked(model: nn.Module) -> Checked:
     known = _CHECKED.get(model)
     if known is not None and known.fingerprint == fingerprint:
         return known
-    stored = startup.load(model)
+    entry = startup.entry(model)
+    stored = startup.load(entry, model)
+    if stored is not None:
+        try:
+            _validate(model, stored[0])
+        except UnsupportedModelError:
+            stored = None  # not this model's program after all
     step, report = stored or _rewritten(model)
+    if stored is None:
+        _validate(model, step)
+        startup.store(entry, model, step, report)
+    _CHECKED[model] = made = Checked(fingerprint, report, step, {})
+    return made
+
+
+def _validate(model: nn.Module, step: Program) -> None:
+    """Check ``step`` against the untouched model, keeping everything."""
     policy, budget = policies.get("streaming"), Budget.parse(1.0)
     prefill = insert_hooks(step, Compress(step.layers, policy, budget))
     lower = Lowering(step, BACKENDS["eager"], next(model.parameters()).dtype, {})
     exact = _runtime(prefill, step, policy, lower)
     with evaluating(model):
         compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
-    if stored is None:
-        startup.store(model, step, report)
-    _CHECKED[model] = made = Checked(fingerprint, report, step, {})
-    return made
 
 
 def _rewritten(model: nn.Module) -> tuple[Program, Report]:

@@ -1,8 +1,8 @@
 """The validated step program on disk, so that the second start of a model does not trace it.
 
-An entry is JSON under a key of everything that could change it: the model's code, configuration, weights' names,
-shapes and sampled values, the versions of torch and transformers, and kvpass itself. A hit is validated against the
-model like a fresh trace, so a wrong entry cannot do harm.
+An entry is JSON under a key of everything that could change it: the model's code, configuration, the settings and
+functions its modules hold, weights' names, shapes and sampled values, the versions of torch and transformers, and
+kvpass itself. A hit is validated against the model like a fresh trace.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from kvpass.identity import settings
 from kvpass.passes.serial import NotSerializable, from_data, to_data
 from kvpass.passes.spec import Program
 from kvpass.report import Report, Row
@@ -42,13 +43,24 @@ def key(model: nn.Module) -> str:
         digest.update(part.encode())
     for source in sorted({inspect.getsourcefile(type(module)) or "" for module in model.modules()}):
         digest.update(Path(source).read_bytes() if source else b"")
+    for line in settings(model):
+        digest.update(line.encode())
     digest.update(digest_tensors([*model.named_parameters(), *model.named_buffers()]).encode())
     return digest.hexdigest()
 
 
-def load(model: nn.Module) -> tuple[Program, Report] | None:
-    """The stored program over ``model``'s own weights, or None."""
-    path = _path(model)
+def entry(model: nn.Module) -> Path | None:
+    """Where the program of ``model`` is or would be stored; None when it is traced every time."""
+    if os.environ.get(OFF) or os.environ.get("KVPASS_DUMP"):
+        return None
+    try:
+        return folder() / f"{key(model)}.json"
+    except (OSError, TypeError):
+        return None  # code without a file, as in a notebook, or an attribute that no key describes
+
+
+def load(path: Path | None, model: nn.Module) -> tuple[Program, Report] | None:
+    """The program stored at ``path`` over ``model``'s own weights, or None."""
     if path is None or not path.exists():
         return None
     try:
@@ -60,9 +72,8 @@ def load(model: nn.Module) -> tuple[Program, Report] | None:
         return None
 
 
-def store(model: nn.Module, program: Program, report: Report) -> None:
+def store(path: Path | None, model: nn.Module, program: Program, report: Report) -> None:
     """Write an entry, whole or not at all. A program that has no data form is simply traced every time."""
-    path = _path(model)
     if path is None:
         return
     try:
@@ -77,15 +88,6 @@ def store(model: nn.Module, program: Program, report: Report) -> None:
         Path(temporary).replace(path)
     except (NotSerializable, OSError):
         return
-
-
-def _path(model: nn.Module) -> Path | None:
-    if os.environ.get(OFF) or os.environ.get("KVPASS_DUMP"):
-        return None
-    try:
-        return folder() / f"{key(model)}.json"
-    except (OSError, TypeError):
-        return None  # code without a file, as in a notebook: nothing to key on
 
 
 def _tensor(model: nn.Module, name: str) -> Tensor:
