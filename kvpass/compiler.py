@@ -43,7 +43,7 @@ def explain(model: nn.Module) -> Report:
     Raises:
         UnsupportedModelError: the model cannot be traced at all, so there is no layer to report on.
     """
-    return Report.of(_analyse(_original(model)))
+    return Report.of(_analyse(capture(_original(model))))
 
 
 def compile(
@@ -74,33 +74,61 @@ def compile(
         UnsupportedModelError: the model cannot be rewritten soundly; says which layer, node and source line.
         ValueError: a budget, policy or backend that does not exist.
     """
-    budget, chosen = Budget.parse(budget), policies.get(policy)
-    bound = None if decode_budget is None else Budget.parse(decode_budget)
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if chosen.wants == "continuation":
-        raise ValueError(
-            f"policy {chosen.name!r} judges by the tokens that follow the prompt; only an evaluation has them"
-        )
-    if chosen.wants == "rehearsal" and bound is not None:
-        raise ValueError(
-            f"policy {chosen.name!r} rehearses the prompt and cannot judge while decoding; no decode_budget"
-        )
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise ValueError(f"unknown kv_dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+    settings = Settings.parse(budget, policy, decode_budget, kv_dtype, backend)
     model = _original(model)
     checked = _checked(model)
-    prefill = insert_hooks(checked.step, Compress(checked.step.layers, chosen, budget))
-    _dump(7, "hooks", prefill)
-    step, maintain = checked.step, None
-    if bound is not None:
-        step, maintain = return_queries(step), Compress(step.layers, chosen, bound)
-    dtype = KV_DTYPES.get(kv_dtype, next(model.parameters()).dtype)
-    done = checked.lowered.setdefault((backend, bound is not None, dtype), {})
-    lower = Lowering(step, BACKENDS[backend], dtype, done)
-    rehearsal = return_queries(checked.step) if chosen.wants == "rehearsal" else None
-    runtime = _runtime(prefill, step, chosen, lower, maintain, rehearsal)
-    return bind(model, runtime, checked.report)
+    return bind(model, _programs(checked, settings, next(model.parameters()).dtype), checked.report)
+
+
+def runtime_of(
+    captured: Captured,
+    budget: float | int = 0.1,
+    policy: str | policies.Policy = "keepkv",
+    *,
+    decode_budget: float | int | None = None,
+    kv_dtype: str | None = None,
+    lower_with: str = "inductor",
+) -> Runtime:
+    """The programs of a decoder that another front-end captured, validated against the captured graph itself.
+
+    Raises:
+        UnsupportedModelError, ValueError: as :func:`compile`.
+    """
+    settings = Settings.parse(budget, policy, decode_budget, kv_dtype, lower_with)
+    step, report = _rewritten(captured)
+    model = _AsModel(captured)
+    _validate(model, step)
+    return _programs(Checked((), report, step, {}), settings, next(model.parameters()).dtype)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of :func:`compile`, read."""
+
+    budget: Budget
+    policy: policies.Policy
+    decode_budget: Budget | None
+    kv_dtype: torch.dtype | None
+    backend: str
+
+    @staticmethod
+    def parse(budget, policy, decode_budget, kv_dtype, backend) -> Settings:
+        """Raises ValueError for a budget, policy, dtype or backend that does not exist."""
+        budget, chosen = Budget.parse(budget), policies.get(policy)
+        bound = None if decode_budget is None else Budget.parse(decode_budget)
+        if backend not in BACKENDS:
+            raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
+        if chosen.wants == "continuation":
+            raise ValueError(
+                f"policy {chosen.name!r} judges by the tokens that follow the prompt; only an evaluation has them"
+            )
+        if chosen.wants == "rehearsal" and bound is not None:
+            raise ValueError(
+                f"policy {chosen.name!r} rehearses the prompt and cannot judge while decoding; no decode_budget"
+            )
+        if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+            raise ValueError(f"unknown kv_dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+        return Settings(budget, chosen, bound, KV_DTYPES.get(kv_dtype), backend)
 
 
 @dataclass(frozen=True)
@@ -131,12 +159,41 @@ def _checked(model: nn.Module) -> Checked:
             _validate(model, stored[0])
         except UnsupportedModelError:
             stored = None  # not this model's program after all
-    step, report = stored or _rewritten(model)
+    step, report = stored or _rewritten(capture(model))
     if stored is None:
         _validate(model, step)
         startup.store(entry, model, step, report)
     _CHECKED[model] = made = Checked(fingerprint, report, step, {})
     return made
+
+
+def _programs(checked: Checked, settings: Settings, own: torch.dtype) -> Runtime:
+    """Prefill and step program of one budget and policy."""
+    prefill = insert_hooks(checked.step, Compress(checked.step.layers, settings.policy, settings.budget))
+    _dump(7, "hooks", prefill)
+    step, maintain, bound = checked.step, None, settings.decode_budget
+    if bound is not None:
+        step, maintain = return_queries(step), Compress(step.layers, settings.policy, bound)
+    dtype = settings.kv_dtype or own
+    done = checked.lowered.setdefault((settings.backend, bound is not None, dtype), {})
+    lower = Lowering(step, BACKENDS[settings.backend], dtype, done)
+    rehearsal = return_queries(checked.step) if settings.policy.wants == "rehearsal" else None
+    return _runtime(prefill, step, settings.policy, lower, maintain, rehearsal)
+
+
+class _AsModel(nn.Module):
+    """A captured graph called like a model."""
+
+    def __init__(self, captured: Captured):
+        super().__init__()
+        self.graph_module = captured.module
+
+    def train(self, mode: bool = True) -> nn.Module:
+        return self  # a graph has one mode, the one it was traced in
+
+    def forward(self, input_ids, attention_mask, position_ids, use_cache=False):
+        keep = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return self.graph_module(input_ids, position_ids, attention_mask, keep)
 
 
 def _validate(model: nn.Module, step: Program) -> None:
@@ -149,8 +206,8 @@ def _validate(model: nn.Module, step: Program) -> None:
         compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
 
 
-def _rewritten(model: nn.Module) -> tuple[Program, Report]:
-    found = _analyse(model)
+def _rewritten(captured: Captured) -> tuple[Program, Report]:
+    found = _analyse(captured)
     if found.refusals:
         raise UnsupportedModelError(found.refusals)
     return _dump(6, "rewrite", clean(rewrite(found))), Report.of(found)
@@ -191,8 +248,8 @@ def _original(model: nn.Module) -> nn.Module:
     return handle.original if isinstance(handle, Handle) else model
 
 
-def _analyse(model: nn.Module) -> Plan:
-    state: Captured | Plan = capture(model)
+def _analyse(captured: Captured) -> Plan:
+    state: Captured | Plan = captured
     _dump(0, "capture", state)
     for number, analysis in enumerate(ANALYSIS, start=1):
         state = _dump(number, analysis.__name__, analysis(state))

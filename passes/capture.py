@@ -88,11 +88,20 @@ def capture(model: nn.Module) -> Captured:
     signature = check_decoder(model)
     positions, keeps = ("position_ids" in signature.parameters, "logits_to_keep" in signature.parameters)
     try:
-        program = _export(_Cacheless(model, positions, keeps))
+        return export_decoder(_Cacheless(model, positions, keeps))
     except UnsupportedModelError:
         if not keeps:
             raise
-        program = _export(_Cacheless(model, positions, keep=False))  # it takes a number only, not columns
+        return export_decoder(_Cacheless(model, positions, keep=False))  # it takes a number only, not columns
+
+
+def export_decoder(wrapper: nn.Module) -> Captured:
+    """The graph of ``wrapper(input_ids, position_ids, attention_mask, keep) -> logits``, batch and length dynamic.
+
+    Raises:
+        UnsupportedModelError: torch.export cannot trace it, or fixes a size.
+    """
+    program = _export(wrapper)
     module = program.module(**_unguarded(program))
     placeholders = {node.target: node for node in module.graph.nodes if node.op == "placeholder"}
     symbols = _symbols(placeholders)
@@ -100,7 +109,7 @@ def capture(model: nn.Module) -> Captured:
     return Captured(module, tuple(placeholders), symbols)
 
 
-def _export(wrapper: _Cacheless) -> ExportedProgram:
+def _export(wrapper: nn.Module) -> ExportedProgram:
     device = next(wrapper.parameters()).device
     ids = torch.ones(SAMPLE_BATCH, SAMPLE_LENGTH, dtype=torch.int64, device=device)
     positions = torch.arange(SAMPLE_LENGTH, device=device).expand(SAMPLE_BATCH, -1).contiguous()
