@@ -67,7 +67,7 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"a directory of a Hugging Face checkpoint, or one of: {', '.join(models.names())}",
     )
-    parser.add_argument("--attn", choices=("sdpa", "eager"), default="sdpa", help="default: %(default)s")
+    parser.add_argument("--attn", choices=("sdpa", "eager"), help="default: sdpa where the model has it")
     parser.add_argument(
         "--json",
         nargs="?",
@@ -95,7 +95,7 @@ def explain(args: argparse.Namespace) -> int:
     return SUPPORTED if report.supported else REFUSED
 
 
-def _load(name: str, attn: str):
+def _load(name: str, attn: str | None):
     if name in models.names():
         return models.load(name, attn=attn)[0]
     if not Path(name).is_dir():

@@ -20,6 +20,7 @@ from kvpass.models.plain import (
 from kvpass.models.seed import seeded
 
 PREFIX = 4
+FIRST_TEXT_TOKEN = 16  # ids below stand for pieces of an image
 
 
 def bidirectional() -> nn.Module:
@@ -98,10 +99,26 @@ def recurrent() -> nn.Module:
     )
 
 
+class _ImageTokens(PlainDecoder):
+    def forward(self, input_ids, position_ids=None, attention_mask=None, use_cache=False, **kw):
+        at = torch.arange(input_ids.shape[1], device=input_ids.device)
+        image = input_ids < FIRST_TEXT_TOKEN
+        keep = (at[None, :] <= at[:, None]) | (image[:, :, None] & image[:, None, :])
+        keep = keep if attention_mask is None else keep & attention_mask[:, None, :].bool()
+        return super().forward(input_ids, position_ids, keep[:, None], use_cache, **kw)
+
+
+def image_tokens() -> nn.Module:
+    """Tokens of an image see each other, later ones included: which keys are final depends on the ids."""
+    shape = Shape()
+    return seeded(lambda: _ImageTokens(shape, [AttentionLayer(shape, attend_sdpa, causal_mask) for _ in range(2)]))
+
+
 COUNTEREXAMPLES = (
     bidirectional,
     prefix_lm,
     data_dependent_mask,
+    image_tokens,
     unread_step,
     mixed_heads,
     stochastic,

@@ -18,6 +18,7 @@ def seeded(build: Callable[[], nn.Module], seed: int = SEED) -> nn.Module:
     the same before and after.
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # buffers may be random too
         model = build().float().eval()
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():

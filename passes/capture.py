@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 
 import torch
 from torch import nn
@@ -116,7 +117,8 @@ def _export(wrapper: nn.Module) -> ExportedProgram:
     keep = torch.arange(SAMPLE_KEEP, device=device)
     tokens = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
     shapes = {"input_ids": tokens, "position_ids": tokens, "attention_mask": tokens, "keep": {0: Dim.DYNAMIC}}
-    with evaluating(wrapper), warnings.catch_warnings():
+    # Standard error is held back because torch.export prints its whole partial graph there when it fails.
+    with evaluating(wrapper), warnings.catch_warnings(), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own internals
         try:
             return export(
@@ -124,6 +126,8 @@ def _export(wrapper: nn.Module) -> ExportedProgram:
             ).run_decompositions({})
         except Exception as error:
             text = str(error).strip().splitlines() or [type(error).__name__]
+            if text[0].startswith("Constraints violated"):
+                raise _refuse("its code fixes the batch or the length, as a loop over the tokens does") from error
             raise _refuse(f"torch.export cannot trace it: {text[0].strip()}") from error
 
 

@@ -17,6 +17,11 @@ from kvpass.passes.evaluate import backward_slice, concrete, substitution
 from kvpass.passes.spec import Plan, Refusal, Sizes
 
 _SAMPLE = Sizes(batch=2, length=7, keep=7)
+_UNINITIALISED = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+)
 _CHANGED = 3  # the token that differs between the two runs
 
 
@@ -29,6 +34,8 @@ class _Recorder(Interpreter):
 
     def run_node(self, node: Node):
         value = self.held[node] if node in self.held else super().run_node(node)
+        if node.target in _UNINITIALISED:
+            value.zero_()  # what is written over it is judged, not what the memory happened to hold
         self.values[node] = value
         return value
 

@@ -12,6 +12,7 @@ REASONS = {
     "bidirectional": "blocks.0.mixer: the mask is bidirectional at node",
     "prefix_lm": "blocks.0.mixer: the mask is prefix(4) at node",
     "data_dependent_mask": "blocks.0.mixer: the mask depends on activations at node embedding",
+    "image_tokens": "blocks.0.mixer: the mask depends on the tokens themselves at node lt",
     "unread_step": "blocks.0.mixer: unread step sigmoid.default between scores and softmax at node sigmoid",
     "mixed_heads": "blocks.0.mixer: scales the logits after the mask at node",
     "stochastic": "unread step aten.native_dropout.default between softmax and values at node native_dropout",

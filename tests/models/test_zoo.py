@@ -1,0 +1,57 @@
+"""The zoo: every row, under each attention implementation it has, compiled and held against the untouched model."""
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvpass.benchmarks import coverage
+from kvpass.models.zoo import PENDING, ZOO
+
+SUPPORTED = [
+    (row.name, attn) for row in ZOO.values() if not row.refused and row.name not in PENDING for attn in row.attn
+]
+REFUSED = [(row.name, row.attn[0]) for row in ZOO.values() if row.refused]
+NAMED = """
+llama mistral ministral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text gemma3n_text vaultgemma phi
+phi3 phimoe gpt2 gpt_neo gpt_neox gpt_neox_japanese gptj gpt_bigcode gpt_oss opt bloom falcon falcon_alibi mpt
+stablelm starcoder2 olmo olmo2 olmo3 flex_olmo cohere cohere2 glm glm4 glm4_moe granite granitemoe nemotron persimmon
+codegen deepseek_v2 deepseek_v3 smollm3 llama4_text exaone4 ernie4_5 xglm biogpt dbrx arcee helium apertus seed_oss
+hunyuan_v1_dense diffllama bitnet doge dots1 longcat_flash jetmoe ctrl jamba bamba zamba2 lfm2 mamba2 minimax
+qwen3_next t5 prefix_lm image_tokens
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attn"), SUPPORTED)
+def test_budget_one_is_exact(name, attn):
+    """Every attention is found and its mask known; at budget 1.0 a batch of 40-token prompts, one padded on the left,
+    gives the untouched model's 24 greedy tokens; at budget 0.3 entries are within budget, logits finite and the first
+    token the same."""
+    outcome = coverage.check(ZOO[name], attn)
+    assert (outcome.status, outcome.reason) == ("identical", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attn"), REFUSED)
+def test_refused_word_for_word(name, attn):
+    """What cannot be compiled soundly is refused for the reason in its row, and the model is as it was."""
+    outcome = coverage.check(ZOO[name], attn)
+    assert (outcome.status, outcome.reason) == ("refused", ZOO[name].refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PENDING))
+def test_pending_rows_are_refused_not_wrong(name):
+    """A row that should compile and does not yet is refused: it never gives other tokens."""
+    assert {coverage.check(ZOO[name], attn).status for attn in ZOO[name].attn} == {"refused"}, "take it from PENDING"
+
+
+def test_the_families_that_were_asked_for_have_rows():
+    """The zoo holds every family that its purpose names."""
+    assert set(NAMED) <= set(ZOO)
+
+
+def test_every_family_is_in_a_row_or_tried():
+    """A family that a newer transformers brings is tried by itself: rows and `untabled` together are its mapping."""
+    rows = {row.model_type for row in ZOO.values()}
+    assert rows | set(coverage.untabled()) >= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert not rows & set(coverage.untabled())
