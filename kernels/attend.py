@@ -18,7 +18,7 @@ _library.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor q_pos, "
     "Tensor store_k, Tensor store_v, Tensor log_votes, Tensor row_start, Tensor row_len, "
     "Tensor(a!) tail_k, Tensor(b!) tail_v, Tensor tail_pos, Tensor tail_at, "
-    "float scale, int window, float softcap, Tensor? sinks=None) -> Tensor"
+    "float scale, int window, float softcap, Tensor? sinks=None, int chunk=0, bool writes=True) -> Tensor"
 )
 
 

@@ -33,12 +33,15 @@ def attend(
     window: int,
     softcap: float,
     sinks: Tensor | None = None,
+    chunk: int = 0,
+    writes: bool = True,
 ) -> Tensor:
     """Same meaning, shapes and dtypes as :func:`kvpass.kernels.reference.attend`."""
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, v.shape[-1])
     fresh = store_k.shape[0] == 0 and not bool((tail_pos >= 0).any())
-    plain = fresh and not window and not softcap and sinks is None
+    # Without a fused kernel, as for unequal head dimensions, SDPA would build [S, S] scores.
+    plain = fresh and not window and not chunk and not softcap and sinks is None and q.shape[-1] == v.shape[-1]
     if plain and bool((q_pos >= 0).all()):
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         out.copy_(result.transpose(1, 2))
@@ -59,9 +62,10 @@ def attend(
     else:
         _attend_blocks(
             out, q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, tail_pos,
-            scale, window, softcap, sinks,
+            scale, window, softcap, sinks, chunk,
         )  # fmt: skip
-    append(k, v, tail_k, tail_v, tail_at)
+    if writes:
+        append(k, v, tail_k, tail_v, tail_at)
     return out.transpose(1, 2)
 
 
@@ -72,7 +76,7 @@ def _left_padded(q_pos: Tensor) -> bool:
 
 def _attend_blocks(
     out, q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, tail_pos,
-    scale, window, softcap, sinks,
+    scale, window, softcap, sinks, chunk,
 ):  # fmt: skip
     batch, heads, length, _ = q.shape
     kv_heads = k.shape[1]
@@ -91,6 +95,8 @@ def _attend_blocks(
         seen = (exact_pos[:, None] >= 0) & (exact_pos[:, None] <= positions)
         if window:
             seen &= exact_pos[:, None] > positions - window
+        if chunk:
+            seen &= exact_pos[:, None] // chunk == positions // chunk
         first, last = _span(seen)  # keys outside are seen by no query of the block
         bias = torch.zeros(batch, kv_heads, seen.shape[1], stored + last - first, device=q.device)
         bias[..., :stored] = votes.unsqueeze(2)

@@ -31,6 +31,8 @@ def attend(
     window: int,  # 0 = every earlier position is visible, W = the last W positions including the query's own
     softcap: float,  # 0 = none
     sinks: Tensor | None = None,  # [Hq] one more logit per head, in the denominator only
+    chunk: int = 0,  # C = only positions of the query's own chunk [n * C, n * C + C) are visible, 0 = all
+    writes: bool = True,  # False = another attention over the same cache appends the new tokens
 ) -> Tensor:
     """[B, Hq, S, Dv] in q's dtype, a view of [B, S, Hq, Dv] memory. Padding queries give zeros."""
     batch, heads, length, _ = q.shape
@@ -44,6 +46,8 @@ def attend(
         seen = (exact_pos >= 0) & (exact_pos <= query)
         if window:
             seen &= exact_pos > query - window
+        if chunk:
+            seen &= exact_pos // chunk == query // chunk
         for h in range(kv_heads):
             row = slice(int(row_start[b, h]), int(row_start[b, h]) + int(row_len[b, h]))
             keys = torch.cat([store_k[row].to(wide), tail_k[b, h].to(wide), k[b, h].to(wide)])
@@ -60,5 +64,6 @@ def attend(
                     logits = torch.cat([logits, sinks[g].to(wide).expand(length, 1)], -1)
                 weights = logits.softmax(-1).nan_to_num(0.0)[:, : len(values)]
                 out[b, :, g] = torch.where(query >= 0, weights @ values, 0).to(out.dtype)
-    append(k, v, tail_k, tail_v, tail_at)
+    if writes:
+        append(k, v, tail_k, tail_v, tail_at)
     return out.transpose(1, 2)

@@ -175,6 +175,8 @@ def _programs(checked: Checked, settings: Settings, own: torch.dtype) -> Runtime
     if bound is not None:
         step, maintain = return_queries(step), Compress(step.layers, settings.policy, bound)
     dtype = settings.kv_dtype or own
+    if dtype.itemsize < 4 and any(layer.position_channels for layer in step.layers):
+        raise ValueError(f"kv_dtype {dtype} cannot hold the positions that this model's ALiBi keeps in its keys")
     done = checked.lowered.setdefault((settings.backend, bound is not None, dtype), {})
     lower = Lowering(step, BACKENDS[settings.backend], dtype, done)
     rehearsal = return_queries(checked.step) if settings.policy.wants == "rehearsal" else None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
 
-from kvpass.passes.spec import Plan
+from kvpass.passes.spec import Mask, Plan
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,13 @@ class Report:
     def of(plan: Plan) -> Report:
         """The rows of a plan; a layer with a refusal is shown once, as refused."""
         refused = {refusal.layer for refusal in plan.refusals}
-        rows = [Row(site.layer, "found", str(site), str(site.mask)) for site in plan.sites if site.layer not in refused]
+        owners: dict[tuple, str] = {}
+        rows = []
+        for site in plan.sites:
+            owner = owners.setdefault((site.k, site.v), site.layer)
+            note = f"reads the cache of {owner}" if owner != site.layer else ""
+            if site.layer not in refused:
+                rows.append(Row(site.layer, "found", str(site), str(site.mask), note))
         rows += [
             Row(
                 refusal.layer,
@@ -109,7 +115,7 @@ class CacheReport:
             uses.append(
                 LayerUse(
                     layer=layer.layer,
-                    mask=f"sliding({layer.window})" if layer.window else "causal",
+                    mask=str(Mask(layer.window, layer.chunk)),
                     entries=int(lengths.sum()),
                     shortest_row=int(lengths.min()),
                     longest_row=int(lengths.max()),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kvpass.identity import settings
 from kvpass.passes.serial import NotSerializable, from_data, to_data
-from kvpass.passes.spec import Program
+from kvpass.passes.spec import CONSTANT, Program
 from kvpass.report import Report, Row
 from kvpass.saved import digest_tensors
 
@@ -78,7 +78,7 @@ def store(path: Path | None, model: nn.Module, program: Program, report: Report)
         return
     try:
         for node in program.module.graph.nodes:
-            if node.op == "get_attr":
+            if node.op == "get_attr" and not str(node.target).startswith(CONSTANT):
                 _tensor(model, str(node.target))
         text = json.dumps({"program": to_data(program), "report": report.to_dict()["layers"]})
         path.parent.mkdir(parents=True, exist_ok=True)

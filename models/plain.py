@@ -90,6 +90,15 @@ def attend_safe_softmax(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: fl
     return torch.matmul(weights / weights.sum(dim=-1, keepdim=True), v)
 
 
+def attend_alibi(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
+    """Scores plus a slope per head times the key's column."""
+    slopes = 0.5 ** torch.arange(1, q.shape[1] + 1)
+    bias = slopes[:, None, None] * torch.arange(k.shape[2])
+    scores = torch.matmul(q, k.transpose(-1, -2)) * scale + bias
+    scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+    return torch.matmul(scores.softmax(dim=-1), v)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
@@ -233,6 +242,11 @@ def plain_grouped() -> nn.Module:
     shape = Shape()
     layers = range(shape.layers)
     return seeded(lambda: PlainDecoder(shape, [GroupedAttentionLayer(shape, causal_mask) for _ in layers]))
+
+
+def plain_alibi() -> nn.Module:
+    """A decoder whose scores also depend on how far back a key is."""
+    return decoder(attend_alibi)
 
 
 PLAIN = (plain_sdpa, plain_matmul, plain_einsum, plain_bmm, plain_safe_softmax, plain_grouped)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kvpass.passes import masks, places
+from kvpass.passes import biases, masks, places
 from kvpass.passes.evaluate import (
     KEEP,
     Unevaluable,
@@ -51,7 +51,8 @@ def classify(plan: Plan) -> Plan:
         try:
             if key not in known:
                 known[key] = _classify(plan.captured, site)
-            sites.append(dataclasses.replace(site, mask=known[key]))
+            mask, slopes = known[key]
+            sites.append(dataclasses.replace(site, mask=mask, slopes=slopes))
         except Unreadable as failure:
             refusals.append(
                 Refusal(
@@ -64,40 +65,75 @@ def classify(plan: Plan) -> Plan:
     return dataclasses.replace(plan, sites=tuple(sites), refusals=tuple(refusals))
 
 
-def _classify(captured: Captured, site: Site) -> Mask:
+def _classify(captured: Captured, site: Site) -> tuple[Mask, tuple[float, ...]]:
+    """The mask, and the slope of each head where a bias is linear in the key's position."""
     logits = site.logits
     if not logits.masks:
         if logits.causal:
-            return Mask()
+            return Mask(), ()
         raise Unreadable(site.anchor, "the mask is bidirectional: no mask is applied")
     roots = [term.node for term in logits.masks]
     numbers = _integers(captured, roots)
-    length = 3 * max((number for number in numbers), default=16) + 5
-    points = torch.arange(length) if length <= DENSE_LENGTH else _points(length, numbers)
-    hypotheses = list(masks.candidates(numbers))
+    length = min(3 * max((number for number in numbers), default=16) + 5, _longest(captured, roots))
+    dense = length <= DENSE_LENGTH or _has_table(roots)
+    points = torch.arange(length) if dense else _points(length, numbers)
+    hypotheses, slopes = None, None
     for case in _cases(length):
-        seen = _visible(captured, site, case, points, length)
+        seen, bias = _visible(captured, site, case, points, length)
+        if logits.causal:
+            seen = seen & (points[None, None] <= points[None, :, None])
+        if hypotheses is None:
+            widest = int(seen.sum(-1).max())  # a window that no integer of the graph tells
+            proposed = numbers | {widest} if dense and widest < length else numbers
+            hypotheses = list(masks.candidates(proposed))
         # A row whose own token is padding may hold anything: it is never read.
         rows = case.padding.bool()[:, points]
-        hypotheses = [
-            (name, number)
-            for name, number in hypotheses
-            if _agrees(name, number, seen, case, points, rows, logits.causal)
-        ]
+        hypotheses = [(name, number) for name, number in hypotheses if _agrees(name, number, seen, case, points, rows)]
         if not hypotheses:
             raise Unreadable(roots[-1], f"the mask is no known function of positions (with {case.name})")
+        if bias is not None:
+            slopes = biases.slopes(bias, seen, rows, [points.expand(2, -1), _counted(case)[:, points]], slopes)
+            if slopes is None:
+                raise Unreadable(roots[-1], "adds a bias to the logits that is not linear in the key's position")
     name, number = hypotheses[0]
     if name not in masks.SUPPORTED:
         raise Unreadable(roots[-1], f"the mask is {name}" + (f"({number})" if number else ""))
-    return masks.SUPPORTED[name](number)
+    if slopes is not None and logits.softcap:
+        raise Unreadable(roots[-1], "adds a bias to the logits after the soft cap")
+    return masks.SUPPORTED[name](number), () if slopes is None else tuple(slopes.tolist())
 
 
-def _agrees(name, number, seen, case, points, rows, causal) -> bool:
+def _agrees(name: str, number: int, seen: Tensor, case: Case, points: Tensor, rows: Tensor) -> bool:
     function, _ = masks.PREDICATES[name]
-    expected = function(points[:, None], points[None], number) & case.padding.bool()[:, None, points]
-    if causal:
-        seen = seen & (points[None, None] <= points[None, :, None])
-    return bool((seen == expected)[rows].all())
+    # The operator counts positions from a sequence's first token; what it cannot apply may count columns.
+    starts = [case.padding.argmax(-1)] + ([] if name in masks.SUPPORTED else [torch.zeros(2, dtype=torch.int64)])
+    for start in starts:
+        positions = points[None] - start[:, None]
+        expected = function(positions[:, :, None], positions[:, None], number)
+        if bool((seen == expected & case.padding.bool()[:, None, points])[rows].all()):
+            return True
+    return False
+
+
+def _counted(case: Case) -> Tensor:
+    """[2, S] position of each token among the real ones."""
+    return (case.padding.cumsum(-1) - 1).clamp(min=0)
+
+
+def _has_table(roots: Iterable[Node]) -> bool:
+    """Whether a mask is read from a buffer, which cannot be sampled by sampling positions."""
+    tables = (node.meta.get("val") for node in backward_slice(roots) if node.op == "get_attr")
+    return any(isinstance(value, torch.Tensor) and value.ndim >= 2 for value in tables)
+
+
+def _longest(captured: Captured, roots: Iterable[Node]) -> int:
+    """The longest sequence that a mask with constants of a fixed length can be evaluated at."""
+    longest = 2**31
+    for node in backward_slice(roots):
+        if node.op == "call_function" and node.target in (aten.arange.default, aten.arange.start):
+            size = node.meta["val"].shape[0]
+            longest = min(longest, size) if isinstance(size, int) and size > 2 else longest
+    return longest
 
 
 def _integers(captured: Captured, roots: Iterable[Node]) -> set[int]:
@@ -144,23 +180,24 @@ def _cases(length: int) -> list[Case]:
     ]
 
 
-def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length: int) -> Tensor:
-    """[B, P, P] bool: which sampled keys a sampled query sees, all heads agreeing."""
+def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """[2, P, P] bool: which sampled keys a sampled query sees, all heads agreeing; and what is added to the visible
+    logits, [2, H or 1, P, P] fp64, None for nothing."""
     seen = torch.ones(2, len(points), len(points), dtype=torch.bool)
+    bias = None
     for term in site.logits.masks:
-        node = term.node
-        value = _evaluate_mask(captured, node, case, points, length)
+        value = _over_heads(captured, term, _evaluate_mask(captured, term.node, case, points, length), site.heads)
         if value.dtype == torch.bool:
             visible = ~value if term.hides else value
         else:
-            visible = value == 0
-            if not bool((visible | (value <= HIDDEN)).all()):
-                raise Unreadable(node, "adds a bias to the logits, not a mask")
-        visible = _over_heads(captured, term, visible, site.heads)
+            added = value.double() * term.factor
+            visible = added > HIDDEN
+            if bool(added.where(visible, 0).any()):
+                bias = added if bias is None else bias + added
         if not bool((visible == visible[:, :1]).all()):
-            raise Unreadable(node, "the mask differs from head to head")
+            raise Unreadable(term.node, "the mask differs from head to head")
         seen &= visible[:, 0].cpu()
-    return seen
+    return seen, bias
 
 
 def _over_heads(captured: Captured, term: MaskTerm, value: Tensor, heads: int) -> Tensor:

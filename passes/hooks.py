@@ -15,6 +15,7 @@ from kvpass.passes.rewrite import STATE, state_name, tail_name
 from kvpass.passes.spec import Program
 
 aten = torch.ops.aten
+_STORE = 4  # argument of ``attend`` that tells caches apart
 METADATA = ("store_tokens", "store_pos")
 
 
@@ -41,8 +42,8 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
     index = graph.call_function(aten.clamp.default, (columns, 0))
     index = graph.call_function(aten.unsqueeze.default, (index, 1))
     index = graph.call_function(aten.unsqueeze.default, (index, 3))
-    sites = [node for node in graph.nodes if node.target is attend]
-    observed = [_observe(graph, site.args[0], index, layer) for site, layer in zip(sites, program.layers, strict=True)]
+    queries = _queries(graph)
+    observed = [_observe(graph, query, index, layer) for query, layer in zip(queries, program.layers, strict=True)]
     windows = dict.fromkeys(layer.window for layer in program.layers)
     tails = [[placeholders[tail_name(window, field)] for field in ("tail_pos", "tail_at")] for window in windows]
     state = [[placeholders[state_name(i, field)] for field in (*STATE, *METADATA)] for i in range(len(program.layers))]
@@ -64,8 +65,14 @@ def return_queries(program: Program) -> Program:
     graph = Graph()
     mapping: dict[Node, Node] = {}
     logits = graph.graph_copy(program.module.graph, mapping)
-    graph.output((logits, *(node.args[0] for node in graph.nodes if node.target is attend)))
+    graph.output((logits, *_queries(graph)))
     return Program(GraphModule(program.module, graph), program.layers)
+
+
+def _queries(graph: Graph) -> list[Node]:
+    """The query of each cache: of its first attention, where several read it."""
+    sites = [node for node in graph.nodes if node.target is attend]
+    return list({site.args[_STORE]: site.args[0] for site in reversed(sites)}.values())[::-1]
 
 
 def _observe(graph: Graph, q: Node, index: Node, layer) -> Node:

@@ -51,6 +51,7 @@ def bidirectional(q, k, _):
 SUPPORTED: dict[str, Callable[[int], Mask]] = {
     "causal": lambda _: Mask(),
     "sliding": lambda window: Mask(window=window),
+    "chunked": lambda chunk: Mask(window=chunk, chunk=chunk),
 }
 
 

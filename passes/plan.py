@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
-from kvpass.passes.spec import Plan, Refusal
+import torch
+
+from kvpass.passes.spec import Plan, Refusal, Site
 
 
 def plan(found: Plan) -> Plan:
     """The plan with refusals for what the cache layout cannot express. The graph is not changed."""
     refusals = list(found.refusals)
-    owners = Counter((site.k, site.v) for site in found.sites)
+    owners: dict[tuple, Site] = {}
     for site in found.sites:
-        if owners[site.k, site.v] > 1:
-            refusals.append(Refusal("shares its keys and values with another layer", site.layer, site.k.name))
+        owner = owners.setdefault((site.k, site.v), site)
+        if site.mask != owner.mask or (bool(site.slopes or owner.slopes) and site is not owner):
+            refusals.append(
+                Refusal("shares keys and values with a layer that masks them differently", site.layer, site.k.name)
+            )
+        if site.slopes and site.k.meta["val"].dtype not in (torch.float32, torch.float64):
+            refusals.append(
+                Refusal("adds positions to the logits, which half precision cannot hold exactly", site.layer)
+            )
     outputs = next(node for node in found.captured.graph.nodes if node.op == "output").args[0]
     if len(outputs) != 1:
         refusals.append(Refusal("returns more than logits"))

@@ -179,14 +179,11 @@ def _tanh(node: Node, read: Reader) -> Logits:
 
 @reads(aten.add.Tensor)
 def _add(node: Node, read: Reader) -> Logits:
-    if node.kwargs.get("alpha", 1) != 1:
-        raise Unreadable(node, "adds a multiple of the mask")
-    failures = []
-    for inner, mask in (node.args[:2], node.args[1::-1]):
+    failures, alpha = [], float(node.kwargs.get("alpha", 1))
+    for inner, mask in (node.args[:2], node.args[1::-1])[: 2 if alpha == 1 else 1]:
         if isinstance(inner, Node) and isinstance(mask, Node):
             try:
-                logits = read(inner)
-                return _masked(logits, MaskTerm(mask, at=inner))
+                return _masked(read(inner), MaskTerm(mask, at=inner, factor=alpha))
             except Unreadable as failure:
                 failures.append(failure)
     if not failures:
@@ -228,10 +225,12 @@ def _cat(node: Node, read: Reader) -> Logits:
 
 @reads(aten.sub.Tensor)
 def _sub(node: Node, read: Reader) -> Logits:
-    inner, shift = node.args
-    if isinstance(shift, Node) and _is_row_maximum(shift, inner):
+    inner, shift = node.args[:2]
+    if not isinstance(inner, Node) or not isinstance(shift, Node):
+        raise Unreadable(node, "subtracts a number from the logits, or the logits from something")
+    if _is_row_maximum(shift, inner):
         return read(inner)  # a constant per query cancels in the softmax
-    raise Unreadable(node, "subtracts something other than the row's maximum")
+    return _masked(read(inner), MaskTerm(shift, at=inner, factor=-float(node.kwargs.get("alpha", 1))))
 
 
 def _is_row_maximum(node: Node, of: Node) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from kvpass.passes.spec import LayerSpec, Program
+from kvpass.passes.evaluate import attribute
+from kvpass.passes.spec import CONSTANT, LayerSpec, Program
 
 NAMESPACES = ("aten", "kvpass", "prims")
 _SIZES = "add sub mul floordiv truediv mod neg pow eq ne lt le gt ge getitem"
@@ -42,6 +43,7 @@ def to_data(program: Program) -> dict:
                 "args": _encode(node.args, index),
                 "kwargs": {key: _encode(value, index) for key, value in node.kwargs.items()},
             }
+            | _constant(program, node)
         )
     return {"nodes": nodes, "layers": [vars(layer) for layer in program.layers]}
 
@@ -57,7 +59,8 @@ def from_data(data: dict, lookup: Callable[[str], Tensor]) -> Program:
         for item in data["nodes"]:
             target = _target(item["op"], item["target"])
             if item["op"] == "get_attr":
-                _attach(root, target, lookup(target))
+                own = target.startswith(CONSTANT)
+                _attach(root, target, torch.tensor(item["value"]) if own else lookup(target))
             args = _decode(item["args"], made)
             kwargs = {key: _decode(value, made) for key, value in item["kwargs"].items()}
             made.append(graph.create_node(item["op"], target, args, kwargs, item["name"]))
@@ -66,6 +69,13 @@ def from_data(data: dict, lookup: Callable[[str], Tensor]) -> Program:
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise NotSerializable(f"not a stored program: {error}") from error
     return Program(GraphModule(root, graph), layers)
+
+
+def _constant(program: Program, node: Node) -> dict:
+    """The numbers of a tensor that the rewriting made; a weight is only named."""
+    if node.op != "get_attr" or not str(node.target).startswith(CONSTANT):
+        return {}
+    return {"value": attribute(program, node).tolist()}
 
 
 def _target_name(node: Node) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+CONSTANT = "kvpass_"  # begins the name of an fp32 tensor that the rewriting made, and no weight of the model
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -93,8 +95,11 @@ class Mask:
     """What a layer's queries may see, besides padding, which is always masked."""
 
     window: int = 0  # 0: causal over everything; W: the last W positions, the query's own included
+    chunk: int = 0  # C: of those, the positions of the query's own chunk [n * C, n * C + C)
 
     def __str__(self) -> str:
+        if self.chunk:
+            return f"chunked({self.chunk})"
         return f"sliding({self.window})" if self.window else "causal"
 
 
@@ -125,6 +130,7 @@ class Site:
     value_dim: int
     logits: Logits
     mask: Mask | None = None  # set by `classify`
+    slopes: tuple[float, ...] = ()  # per query head, of a bias linear in the key's position (ALiBi); set by `classify`
 
     @property
     def group(self) -> int:
@@ -136,6 +142,7 @@ class Site:
         text += f"/{self.value_dim}" if self.value_dim != self.key_dim else ""
         text += f", scale {self.logits.scale:.6g}"
         text += f", softcap {self.logits.softcap:g}" if self.logits.softcap else ""
+        text += ", ALiBi" if self.slopes else ""
         return text + (", sinks" if self.logits.sinks is not None else "")
 
 
@@ -174,6 +181,8 @@ class LayerSpec:
     value_dim: int
     scale: float
     window: int  # 0 = full attention
+    chunk: int = 0  # of a chunked mask, whose window is the same number
+    position_channels: int = 0  # last channels of the key that hold its position (ALiBi); counted in key_dim
 
 
 @dataclass(frozen=True)

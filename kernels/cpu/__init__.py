@@ -34,7 +34,7 @@ MAX_LAYERS = 16  # linears in one call, as in linear.cpp
 MAX_LINEAR_ROWS = 8  # beyond this a blocked matrix product wins
 
 # The argument structs of the C++ files: one pointer crosses the boundary instead of 52 values.
-_ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 3q 2d")
+_ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 5q 2d")
 _COSTS_ARGS = struct.Struct("21P 9q")
 _LINEAR_ARGS = struct.Struct("4P 4q 3q q")
 
@@ -78,10 +78,12 @@ def attend(
     window: int,  # 0 = unlimited
     softcap: float,  # 0 = none
     sinks: Tensor | None = None,  # [Hq] fp32
+    chunk: int = 0,  # 0 = none
+    writes: bool = True,
     *,
     tile: int = TILE,
 ) -> Tensor:
-    """Attends from the new tokens to store, tail and new tokens, then writes the new tokens into the tail.
+    """Attends from the new tokens to store, tail and new tokens, then ``writes`` the new tokens into the tail.
 
     Returns [B, Hq, S, Dv], a transposed view of contiguous [B, S, Hq, Dv]. New keys and values are attended
     in the dtype they come in; the tail keeps them in its own.
@@ -126,6 +128,8 @@ def attend(
         TYPES[store_k.dtype],
         TYPES[tail_k.dtype],
         window,
+        chunk,
+        writes,
         tile,
         torch.get_num_threads(),
         scale,

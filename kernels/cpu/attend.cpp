@@ -34,7 +34,7 @@ struct AttendArgs {
   int64_t tail_k_stride[4], tail_v_stride[4];
   int64_t q_pos_stride, tail_pos_stride, store_k_stride, store_v_stride;
   int64_t model_type, store_type, tail_type;  // codes of with_type
-  int64_t window, tile, threads;
+  int64_t window, chunk, writes, tile, threads;
   double scale, softcap;
 };
 
@@ -101,8 +101,9 @@ struct Partial {
   }
 };
 
-bool visible(int64_t key, int64_t query, int64_t window) {
-  return key >= 0 && key <= query && (window == 0 || key > query - window);
+bool visible(int64_t key, int64_t query, int64_t window, int64_t chunk) {
+  return key >= 0 && key <= query && (window == 0 || key > query - window) &&
+         (chunk == 0 || key >= query - query % chunk);
 }
 
 // values[r] += sum over keys of weight[r] * v: R queries by C registers of columns stay in registers.
@@ -198,7 +199,7 @@ struct Attend {
     for (int64_t i = 0; i < count; i++) {
       bool seen = false;
       for (int64_t t = 0; t < pass.tokens && !seen && pos[i] >= 0; t++)
-        seen = visible(pos[i], q_pos[plan.tokens[pass.first_token + t]], a.window);
+        seen = visible(pos[i], q_pos[plan.tokens[pass.first_token + t]], a.window, a.chunk);
       if (seen && !open) plan.runs.push_back({is_new, i, 0});
       if (seen) plan.runs.back().count++, pass.recent++;
       open = seen;
@@ -312,7 +313,7 @@ struct Attend {
       if (segment.pos) {
         const int64_t query = a.q_pos[pass.batch * a.q_pos_stride + plan.tokens[pass.first_token + t]];
         for (int64_t j = 0; j < keys; j++)
-          bias[j] = visible(segment.pos[first + j], query, a.window) ? 0 : NEVER;
+          bias[j] = visible(segment.pos[first + j], query, a.window, a.chunk) ? 0 : NEVER;
       }
       for (int64_t r = t * share; r < (t + 1) * share; r++)
         weigh(logits + r * BLOCK, bias, round_up(keys, LANES), out.max[r], out.sum[r],
@@ -391,6 +392,7 @@ struct Attend {
 
   // Writes the last tail_slots of the new tokens of one row into their slots.
   void append(const Row& row) const {
+    if (!a.writes) return;
     append(row, a.k_new, a.k_new_stride, a.tail_k, a.tail_k_stride, a.key_dim);
     append(row, a.v_new, a.v_new_stride, a.tail_v, a.tail_v_stride, a.value_dim);
   }

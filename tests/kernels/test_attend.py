@@ -18,6 +18,8 @@ def state(
     window=0,
     dtype=torch.float32,
     value_dim=DIM,
+    chunk=0,
+    writes=True,
     seed=0,
 ):
     """Operator arguments: rows of unequal length, some of them empty, a half-filled tail, one padded sequence."""
@@ -40,7 +42,7 @@ def state(
         draw(BATCH, KV_HEADS, length, value_dim), q_pos,
         draw(total, DIM), draw(total, value_dim), torch.rand(total, generator=g) * 3, row_start, row_len,
         draw(BATCH, KV_HEADS, slots, DIM), draw(BATCH, KV_HEADS, slots, value_dim), tail_pos,
-        torch.tensor([filled % slots]), 0.3, window, 0.0, None,
+        torch.tensor([filled % slots]), 0.3, window, 0.0, None, chunk, writes,
     ]  # fmt: skip
 
 
@@ -63,6 +65,9 @@ CASES = {
         "stored": (0, 0, 0),
     },
     "multi-query attention": {"group": 8},
+    "chunks, of which the tail is one": {"window": 5, "chunk": 5, "slots": 5, "filled": 5, "stored": (0, 0, 0)},
+    "chunks, entered by several tokens": {"window": 4, "chunk": 4, "length": 11, "slots": 4, "stored": (0, 0, 0)},
+    "a cache that another attention writes": {"length": 4, "writes": False},
     "values of another size": {"value_dim": 24},
 }
 
@@ -78,6 +83,20 @@ def test_implementations_match_the_reference(case, implementation):
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)  # one fp32 softmax in another order
     assert torch.equal(ours[9], theirs[9]) and torch.equal(ours[10], theirs[10])
     assert actual.transpose(1, 2).is_contiguous()
+
+
+def test_a_chunk_begins_at_a_multiple_of_its_size():
+    """The first token of a chunk sees itself alone, its last one the whole chunk; a tail that is not ours stays."""
+    arguments = state(window=4, chunk=4, length=8, slots=4, filled=4, stored=(0, 0, 0), writes=False)
+    before = arguments[9].clone()
+    weights_of = [attend(*clone(arguments))[0, 0, step] for step in (0, 3)]  # positions 24 and 27
+    torch.testing.assert_close(weights_of[0], arguments[2][0, 0, 0])
+    alone = [value[:, :, :4] if index < 3 else value for index, value in enumerate(arguments)]
+    alone[3], alone[14], alone[17] = arguments[3][:, :4], 0, 0
+    alone[11] = torch.full_like(arguments[11], -1)
+    torch.testing.assert_close(weights_of[1], reference.attend(*clone(alone))[0, 0, 3], rtol=0, atol=2e-6)
+    attend(*arguments)
+    assert torch.equal(arguments[9], before)
 
 
 @pytest.mark.parametrize("softcap, sinks", [(5.0, False), (0.0, True), (5.0, True)])

@@ -37,6 +37,8 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     sinks: Tensor | None = None
+    chunk: int = 0
+    writes: bool = True
 
     def run(self, **options) -> Tensor:
         """Calls the kernel on copies of the tail."""
@@ -105,7 +107,8 @@ def oracle(c: Case) -> Tensor:
     for b in range(batch):
         here = c.q_pos[b].unsqueeze(1)
         pos = torch.cat([c.tail_pos[b], c.q_pos[b]]).unsqueeze(0)
-        seen = (pos >= 0) & (pos <= here) & ((pos > here - c.window) if c.window else True)  # [S, T + S]
+        seen = (pos >= 0) & (pos <= here) & ((pos > here - c.window) if c.window else True)
+        seen &= (pos // c.chunk == here // c.chunk) if c.chunk else True  # [S, T + S]
         some = seen.any(0)
         for head in range(heads):
             h = head // group
@@ -179,6 +182,16 @@ def test_tail_type_differs_from_store():
 def test_tokens_and_windows(tokens, window):
     """Causality and the window bind tail and new tokens; the store is always visible."""
     check(make(tokens=tokens, window=window, slots=80))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 45])
+@pytest.mark.parametrize("chunk", [1, 6, 1017])
+def test_chunks(tokens, chunk):
+    """A query sees its own chunk only; another attention's tail is not written."""
+    case = make(tokens=tokens, window=chunk, chunk=chunk, slots=80, writes=False)
+    check(case)
+    _, tail_k, _ = case.run_and_append()
+    assert torch.equal(tail_k.nan_to_num(), case.tail_k.nan_to_num())
 
 
 def test_many_queries():

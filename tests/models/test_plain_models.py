@@ -12,7 +12,7 @@ from kvpass.models.counterexamples import (
     stochastic,
     unread_step,
 )
-from kvpass.models.plain import PLAIN, plain_grouped, plain_matmul, plain_sdpa
+from kvpass.models.plain import PLAIN, plain_alibi, plain_grouped, plain_matmul, plain_sdpa
 
 EVERY = [*PLAIN, *COUNTEREXAMPLES]
 
@@ -59,7 +59,7 @@ def test_spellings_of_one_decoder(build):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", PLAIN, ids=_name)
+@pytest.mark.parametrize("build", [*PLAIN, plain_alibi], ids=_name)
 @torch.no_grad()
 def test_compiled_at_full_budget_it_writes_the_same(build):
     """Whatever the spelling: 16 greedy tokens and a left-padded batch's logits are those of the untouched decoder."""
