@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -75,6 +76,11 @@ def _explain_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON instead of a table, to FILE or standard output",
     )
+    parser.add_argument(
+        "--dump",
+        metavar="DIR",
+        help="write the graph after every pass, and each refused attention as a script that runs by itself",
+    )
 
 
 def explain(args: argparse.Namespace) -> int:
@@ -84,6 +90,8 @@ def explain(args: argparse.Namespace) -> int:
     from kvpass.report import Report
 
     model = _load(args.model, args.attn)
+    if args.dump:
+        os.environ["KVPASS_DUMP"] = args.dump
     try:
         report = kvpass.explain(model)
     except kvpass.UnsupportedModelError as error:  # there is no graph to report on, only the reasons

@@ -20,6 +20,7 @@ from kvpass.lowering import BACKENDS, Lowering
 from kvpass.passes.capture import capture, check_decoder, evaluating
 from kvpass.passes.classify import classify
 from kvpass.passes.clean import clean
+from kvpass.passes.dump import script
 from kvpass.passes.find import find
 from kvpass.passes.hooks import insert_hooks, return_queries
 from kvpass.passes.locality import check_locality
@@ -255,6 +256,7 @@ def _analyse(captured: Captured) -> Plan:
     _dump(0, "capture", state)
     for number, analysis in enumerate(ANALYSIS, start=1):
         state = _dump(number, analysis.__name__, analysis(state))
+    _dump_refused(state)
     return state
 
 
@@ -267,6 +269,14 @@ def _dump(number: int, name: str, state):
         notes = "".join(f"# {line}\n" for line in str(Report.of(state)).splitlines()) if isinstance(state, Plan) else ""
         (path / f"{number:02d}_{name}.py").write_text(notes + module.code)
     return state
+
+
+def _dump_refused(plan: Plan) -> None:
+    """Write a script of every refused layer's attention, when KVPASS_DUMP names a directory."""
+    if directory := os.environ.get("KVPASS_DUMP"):
+        for refusal in plan.refusals:
+            if text := script(plan.captured, refusal):
+                (Path(directory) / f"refused_{refusal.layer}.py").write_text(text)
 
 
 def _split(runtime: Runtime, ids: torch.Tensor, padding: torch.Tensor, steps: int) -> torch.Tensor:
