@@ -8,7 +8,11 @@
 #include <new>
 #include <vector>
 
+#include "vec.h"
+
 namespace {
+
+using kvpass::LANES, kvpass::Vec, kvpass::all, kvpass::lane_sum, kvpass::load;
 
 constexpr double MASS = 0.25, OUTPUT = 0.75, BASE = 0.1;
 constexpr float TINY = 1e-12f, TOP = 60.f;
@@ -41,7 +45,7 @@ struct Sums {
   }
 };
 
-// Adds entries begin .. end of a row, up to four at a time so that sums stay in registers.
+// Adds entries begin .. end of a row.
 void add(const Args& a, int64_t row, int64_t begin, int64_t end, Sums& s) {
   const int64_t D = a.dim, V = a.value_dim, P = a.probe_count;
   for (int64_t t = begin; t < end; t++) {
@@ -55,19 +59,52 @@ void add(const Args& a, int64_t row, int64_t begin, int64_t end, Sums& s) {
     s.size += a.size[at], s.votes += a.votes[at], s.pos += a.pos[at], s.relevance += r;
   }
   s.n += end - begin;
-  for (int64_t t = begin; t < end; t += 4) {
-    const int64_t at = row * a.entries + t, many = std::min<int64_t>(4, end - t);
-    const float *v0 = a.v + at * V, *e0 = a.mass + at * P;
-    for (int64_t p = 0; p < P; p++) {
-      float* m = s.output.data() + p * V;
-      if (many == 4) {
-        const float a0 = e0[p], a1 = e0[p + P], a2 = e0[p + 2 * P], a3 = e0[p + 3 * P];
-        for (int64_t j = 0; j < V; j++) m[j] += a0 * v0[j] + a1 * v0[j + V] + a2 * v0[j + 2 * V] + a3 * v0[j + 3 * V];
-      } else {
-        for (int64_t i = 0; i < many; i++)
-          for (int64_t j = 0; j < V; j++) m[j] += e0[p + i * P] * v0[j + i * V];
+  // A block of values stays in registers while the members go by.
+  for (int64_t p = 0; p < P; p += 4) {
+    const int64_t many = std::min<int64_t>(4, P - p);
+    for (int64_t j = 0; j < V; j += 2 * LANES) {
+      if (many == 4 && j + 2 * LANES <= V) {
+        Vec m[4][2];
+        for (int i = 0; i < 4; i++)
+          for (int h = 0; h < 2; h++) m[i][h] = load(s.output.data() + (p + i) * V + j + h * LANES);
+        for (int64_t t = begin; t < end; t++) {
+          const float *v = a.v + (row * a.entries + t) * V + j, *e = a.mass + (row * a.entries + t) * P + p;
+          const Vec v0 = load(v), v1 = load(v + LANES);
+          for (int i = 0; i < 4; i++) m[i][0] += all(e[i]) * v0, m[i][1] += all(e[i]) * v1;
+        }
+        for (int i = 0; i < 4; i++)
+          for (int h = 0; h < 2; h++) kvpass::store(s.output.data() + (p + i) * V + j + h * LANES, m[i][h]);
+        continue;
       }
+      for (int64_t t = begin; t < end; t++)
+        for (int64_t i = 0; i < many; i++)
+          for (int64_t c = j; c < std::min(V, j + 2 * LANES); c++)
+            s.output[(p + i) * V + c] += a.mass[(row * a.entries + t) * P + p + i] * a.v[(row * a.entries + t) * V + c];
     }
+  }
+}
+
+float dot(const float* x, const float* y, int64_t n) {
+  Vec sum{};
+  int64_t j = 0;
+  for (; j + LANES <= n; j += LANES) sum += load(x + j) * load(y + j);
+  float rest = 0;
+  for (; j < n; j++) rest += x[j] * y[j];
+  return lane_sum(sum) + rest;
+}
+
+// |x - scale * y|^2 and |x|^2.
+void apart(const float* x, const float* y, float scale, int64_t n, float& off, float& norm) {
+  Vec far{}, own{};
+  int64_t j = 0;
+  for (; j + LANES <= n; j += LANES) {
+    const Vec a = load(x + j), d = a - all(scale) * load(y + j);
+    far += d * d, own += a * a;
+  }
+  off = lane_sum(far), norm = lane_sum(own);
+  for (; j < n; j++) {
+    const float d = x[j] - scale * y[j];
+    off += d * d, norm += x[j] * x[j];
   }
 }
 
@@ -97,13 +134,9 @@ double judged(const Args& a, int64_t row, int64_t stop, Sums& s) {
     counted++;
     const float* q = a.probes + (row * P + p) * D;
     const float* m = s.output.data() + p * V;
-    float logit = 0, off = 0, norm = 0;
-    for (int64_t j = 0; j < D; j++) logit += q[j] * s.key[j];
-    const float own = std::exp(std::min(TOP, logit + vote - a.peak[row * P + p]));
-    for (int64_t j = 0; j < V; j++) {
-      const float d = m[j] - own * s.value[j];
-      off += d * d, norm += m[j] * m[j];
-    }
+    const float own = std::exp(std::min(TOP, dot(q, s.key.data(), D) + vote - a.peak[row * P + p]));
+    float off, norm;
+    apart(m, s.value.data(), own, V, off, norm);
     const float z = s.mass[p], d = z - own;
     sum += z / a.total[row * P + p] * (MASS * d * d / (z * z + TINY) + OUTPUT * off / (norm + TINY));
   }
