@@ -10,13 +10,16 @@ from torch import Tensor
 
 from kvpass.kernels.entries import Entries
 from kvpass.kernels.group import nearest
-from kvpass.kernels.score import compact
+from kvpass.kernels.score import compact, working_dtype
 from kvpass.policies.keepkv import KeepKV
 
 
 @dataclass(frozen=True)
 class Unified(KeepKV):
     """Most of a row's entries go to what is attended to most; the others are auctioned among the heads of its layer.
+
+    Attention counts by what it fetches: times the distance of the entry's value from the row's mean value, as the loss
+    of an average value changes nothing.
 
     An entry that is dropped joins the most similar one that is kept, so leaving it out costs its share of the row's
     attention times what that one does not cover: 1 - cosine^2 of their keys. The auction buys the largest such costs.
@@ -38,6 +41,7 @@ class Unified(KeepKV):
             raise ValueError(f"bidders must be >= 1, got {self.bidders}")
 
     def keep(self, entries: Entries, weight: Tensor, quota: Tensor, window: Tensor) -> Tensor:
+        weight = weight * _deviation(entries)
         pinned = self.pinned(entries, window)
         settled = torch.maximum((quota * self.settled).long(), torch.minimum(quota, pinned.sum(-1)))
         keep = super().keep(entries, weight, settled, window)
@@ -64,3 +68,11 @@ class Unified(KeepKV):
         # The padding of shorter rows points at slot 0: it writes to a slot that is cut off again.
         room = torch.nn.functional.pad(blank, (0, 1))
         return room.scatter(-1, index.masked_fill(~used, blank.shape[-1]), cost)[..., :-1]
+
+
+def _deviation(entries: Entries) -> Tensor:
+    """[B, Hkv, N] distance of each value from the mean of its row."""
+    v = entries.v.to(working_dtype(entries.v))
+    valid = entries.valid.unsqueeze(-1)
+    mean = v.masked_fill(~valid, 0).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
+    return (v - mean).norm(dim=-1)

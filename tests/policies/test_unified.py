@@ -17,7 +17,8 @@ def test_auction_equals_plain_loops(bidders):
     keep = policy.keep(entries, weight, torch.tensor([[20, 20]]), torch.tensor([[[4]]]))
     bids, expected = [], []
     for h in range(HEADS):
-        score = weight[0, h].tolist()
+        fetched = (entries.v[0, h] - entries.v[0, h].mean(0)).norm(dim=-1)
+        score = (weight[0, h] * fetched).tolist()
         first = choose(score, 10, 60, 2, 4)
         expected += [(h, n) for n in first]
         middle = [n for n in first if 2 <= n < 56]
