@@ -7,6 +7,7 @@ it; everything that changes token by token lies in the tail.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +39,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Observed:
-    """Queries that a policy asked to see, from one chunk of a prompt."""
+    """What a policy asked to see, from one chunk of a prompt."""
 
     queries: list[Tensor]  # per layer [B, Hq, W, Dk]
     pos: Tensor  # [B, W] int32, -1 = unused
@@ -47,6 +48,8 @@ class Observed:
     # Of a rehearsal: the keys of its tokens, per layer [B, Hkv, R, Dk], and their positions [B, R].
     keys: list[Tensor] | None = None
     key_pos: Tensor | None = None
+    hidden: Sequence[Tensor | None] = ()  # per layer [B, S, E] input of its attention; empty while decoding
+    hidden_pos: Tensor | None = None  # [B, S] int32, -1 = padding
 
 
 @dataclass

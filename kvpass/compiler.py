@@ -23,6 +23,7 @@ from kvpass.passes.clean import clean
 from kvpass.passes.dump import script
 from kvpass.passes.find import find
 from kvpass.passes.hooks import insert_hooks, return_queries
+from kvpass.passes.inputs import inputs
 from kvpass.passes.locality import check_locality
 from kvpass.passes.normalize import normalize
 from kvpass.passes.plan import plan
@@ -35,7 +36,7 @@ from kvpass.runtime import Runtime
 KV_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Analysis annotates: Captured -> Plan -> Plan; nothing here edits what the graph computes.
-ANALYSIS: tuple[Callable, ...] = (normalize, find, classify, plan, check_locality)
+ANALYSIS: tuple[Callable, ...] = (normalize, find, classify, plan, check_locality, inputs)
 
 
 def explain(model: nn.Module) -> Report:
@@ -170,11 +171,12 @@ def _checked(model: nn.Module) -> Checked:
 
 def _programs(checked: Checked, settings: Settings, own: torch.dtype) -> Runtime:
     """Prefill and step program of one budget and policy."""
-    prefill = insert_hooks(checked.step, Compress(checked.step.layers, settings.policy, settings.budget))
-    _dump(7, "hooks", prefill)
+    compress = Compress(checked.step, settings.policy, settings.budget)
+    prefill = insert_hooks(checked.step, compress, compress.taps)
+    _dump(8, "hooks", prefill)
     step, maintain, bound = checked.step, None, settings.decode_budget
     if bound is not None:
-        step, maintain = return_queries(step), Compress(step.layers, settings.policy, bound)
+        step, maintain = return_queries(step), Compress(step, settings.policy, bound)
     dtype = settings.kv_dtype or own
     if dtype.itemsize < 4 and any(layer.position_channels for layer in step.layers):
         raise ValueError(f"kv_dtype {dtype} cannot hold the positions that this model's ALiBi keeps in its keys")
@@ -202,7 +204,7 @@ class _AsModel(nn.Module):
 def _validate(model: nn.Module, step: Program) -> None:
     """Check ``step`` against the untouched model, keeping everything."""
     policy, budget = policies.get("streaming"), Budget.parse(1.0)
-    prefill = insert_hooks(step, Compress(step.layers, policy, budget))
+    prefill = insert_hooks(step, Compress(step, policy, budget))
     lower = Lowering(step, BACKENDS["eager"], next(model.parameters()).dtype, {})
     exact = _runtime(prefill, step, policy, lower)
     with evaluating(model):
@@ -213,7 +215,7 @@ def _rewritten(captured: Captured) -> tuple[Program, Report]:
     found = _analyse(captured)
     if found.refusals:
         raise UnsupportedModelError(found.refusals)
-    return _dump(6, "rewrite", clean(rewrite(found))), Report.of(found)
+    return _dump(7, "rewrite", clean(rewrite(found))), Report.of(found)
 
 
 def _fingerprint(model: nn.Module) -> tuple:

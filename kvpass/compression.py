@@ -13,7 +13,9 @@ from kvpass.budget import Budget
 from kvpass.cache import Observed
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.layout import Store, pack, unpack
-from kvpass.passes.spec import LayerSpec
+from kvpass.passes.evaluate import attribute
+from kvpass.passes.outputs import per_head
+from kvpass.passes.spec import Program
 from kvpass.policies.base import Policy
 
 
@@ -40,9 +42,16 @@ class Compress(nn.Module):
     The budget counts the rows of full-attention layers: a fraction is of the tokens seen times those rows.
     """
 
-    def __init__(self, layers: tuple[LayerSpec, ...], policy: Policy, budget: Budget):
+    def __init__(self, program: Program, policy: Policy, budget: Budget):
         super().__init__()
-        self.layers, self.policy, self.budget = layers, policy, budget
+        self.layers, self.policy, self.budget = program.layers, policy, budget
+        # The model's own parameters, of which policies see views; a tuple, so that they are not registered twice.
+        self.weights = tuple(layer.out and attribute(program, layer.out.weight) for layer in program.layers)
+        full = [index for index, layer in enumerate(program.layers) if not layer.window]
+        asked = policy.taps(len(full))
+        if any(not 0 <= index < len(full) for index in asked):
+            raise ValueError(f"policy {policy.name!r} taps layers {asked} of {len(full)} full-attention layers")
+        self.taps = tuple(full[index] for index in asked)
 
     def extra_repr(self) -> str:
         return f"{self.policy}, {self.budget}"
@@ -56,11 +65,12 @@ class Compress(nn.Module):
         tails: list[list[Tensor]],  # per window: positions [B, T] before this call, first slot [1]
         state: list[list[Tensor]],  # per layer: store_k .. row_len, tail_k, tail_v, store_tokens, store_pos
         chunk: Chunk,
+        hidden: list[Tensor | None],  # per layer [B, S, E] where tapped
     ) -> Compressed | Observed:
         """The compressed rows, or only the observed queries when more of the prompt is coming."""
         started = time.perf_counter()
         positions = q_pos.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, -1)
-        now = Observed(observed, positions, (q_pos >= 0).sum(-1))
+        now = Observed(observed, positions, (q_pos >= 0).sum(-1), hidden=hidden, hidden_pos=q_pos)
         if chunk.more:
             return now
         windows = list(dict.fromkeys(layer.window for layer in self.layers))
@@ -82,23 +92,27 @@ class Compress(nn.Module):
         chosen = [index for index, layer in enumerate(self.layers) if not layer.window]
         if not chosen:
             return stores
-        inputs = [
-            (
-                _entries(state[index], tail_pos),
-                Observation(
-                    seen.queries[index],
-                    seen.pos,
-                    self.layers[index].scale,
-                    own_k=None if seen.keys is None else seen.keys[index],
-                    own_pos=seen.key_pos,
-                ),
-            )
-            for index in chosen
-        ]
+        inputs = [(_entries(state[index], tail_pos), self._observation(index, seen)) for index in chosen]
         lengths = (tail_pos.amax(-1).long() + 1).tolist()
         for index, kept in zip(chosen, self.policy.compress(inputs, self.budget, lengths), strict=True):
             stores[index] = pack(kept)
         return stores
+
+    def _observation(self, index: int, seen: Observed) -> Observation:
+        layer, weight = self.layers[index], self.weights[index]
+        hidden = seen.hidden[index] if seen.hidden else None
+        return Observation(
+            q=seen.queries[index],
+            q_pos=seen.pos,
+            scale=layer.scale,
+            frame=layer.frame,
+            out=None if weight is None else per_head(layer.out, weight, layer.heads),
+            hidden=hidden,
+            hidden_pos=None if hidden is None else seen.hidden_pos,
+            turns=layer.turns,
+            own_k=None if seen.keys is None else seen.keys[index],
+            own_pos=seen.key_pos,
+        )
 
 
 def joined(parts: list[Observed]) -> Observed:
@@ -107,8 +121,21 @@ def joined(parts: list[Observed]) -> Observed:
         return parts[0]
     queries = [torch.cat(layer, 2) for layer in zip(*(part.queries for part in parts), strict=True)]
     real = torch.stack([part.real for part in parts]).sum(0)
+    tapped = [part for part in parts if part.hidden]  # a rehearsal shows none
+    hidden = [
+        None if layer[0] is None else torch.cat(layer, 1)
+        for layer in zip(*(part.hidden for part in tapped), strict=True)
+    ]
     last = parts[-1]
-    return Observed(queries, torch.cat([part.pos for part in parts], 1), real, keys=last.keys, key_pos=last.key_pos)
+    return Observed(
+        queries,
+        torch.cat([part.pos for part in parts], 1),
+        real,
+        keys=last.keys,
+        key_pos=last.key_pos,
+        hidden=hidden,
+        hidden_pos=torch.cat([part.hidden_pos for part in tapped], 1) if tapped else None,
+    )
 
 
 def _entries(fields: list[Tensor], positions: Tensor) -> Entries:

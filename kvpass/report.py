@@ -35,7 +35,7 @@ class Report:
         rows = []
         for site in plan.sites:
             owner = owners.setdefault((site.k, site.v), site.layer)
-            note = f"reads the cache of {owner}" if owner != site.layer else ""
+            note = f"reads the cache of {owner}" if owner != site.layer else site.frame_note
             if site.layer not in refused:
                 rows.append(Row(site.layer, "found", str(site), str(site.mask), note))
         rows += [

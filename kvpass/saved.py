@@ -7,7 +7,6 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from kvpass.cache import CacheError, RaggedCache, Tail
 from kvpass.kernels.layout import Store
+from kvpass.passes.spec import LayerSpec
 from kvpass.runtime import Runtime
 
 SCHEMA = 1
@@ -42,7 +42,7 @@ def save(cache: RaggedCache, path: str | os.PathLike, tokens=None, tokenizer=Non
     facts = {
         "schema": SCHEMA,
         "model": fingerprint(cache.owner),
-        "layers": [asdict(layer) for layer in cache.specs],
+        "layers": [_sizes(layer) for layer in cache.specs],
         "columns": cache.columns,
         "padded": cache.padded,
         "spare_slots": cache.spare_slots,
@@ -88,7 +88,7 @@ def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
     if facts["model"] != fingerprint(runtime):
         raise CacheError(f"{path}: was saved from a model with other weights, precision or rotary embedding")
     cache = handle.new_cache()
-    if facts["layers"] != [asdict(layer) for layer in cache.specs]:
+    if facts["layers"] != [_sizes(layer) for layer in cache.specs]:
         raise CacheError(f"{path}: was saved from a model with other layers")
     try:
         _restore(cache, facts, tensors)
@@ -97,6 +97,12 @@ def load_cache(path: str | os.PathLike, model: nn.Module) -> RaggedCache:
     if cache.keys[0].dtype != runtime.dtype:
         raise CacheError(f"{path}: stores {cache.keys[0].dtype}, the model is compiled for {runtime.dtype}")
     return cache
+
+
+def _sizes(layer: LayerSpec) -> dict:
+    """What a stored layer has to agree in; how its keys turn follows from the buffers in :func:`fingerprint`."""
+    derived = ("turns", "frame", "out", "hidden")
+    return {name: value for name, value in vars(layer).items() if name not in derived}
 
 
 def fingerprint(runtime: Runtime) -> str:

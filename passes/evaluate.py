@@ -39,10 +39,10 @@ def concrete(value: Any, numbers: dict) -> int:
     return int(value.node.expr.xreplace(numbers))
 
 
-def attribute(captured: Captured | Program, node: Node) -> Any:
-    """The parameter, buffer or constant behind a get_attr node."""
+def attribute(captured: Captured | Program, node: Node | str) -> Any:
+    """The parameter, buffer or constant behind a get_attr node, or of that name."""
     target = captured.module
-    for part in str(node.target).split("."):
+    for part in str(node if isinstance(node, str) else node.target).split("."):
         target = getattr(target, part)
     return target
 

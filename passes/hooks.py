@@ -5,6 +5,8 @@ The nodes stand in the graph, so printing it shows what is observed and where th
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
@@ -19,12 +21,13 @@ _STORE = 4  # argument of ``attend`` that tells caches apart
 METADATA = ("store_tokens", "store_pos")
 
 
-def insert_hooks(program: Program, compress: nn.Module) -> Program:
+def insert_hooks(program: Program, compress: nn.Module, taps: Collection[int] = ()) -> Program:
     """A copy of ``program`` that returns ``(logits, compress(...))``.
 
     ``compress`` is called with the observed queries (one [B, Hq, W, Dk] per layer), their columns [B, W] (-1 unused),
-    q_pos [B, S], the tail positions and slots by window, every layer's state fields, and what the caller passes as
-    ``chunk``: whatever it needs to know about earlier and later pieces of the same prompt.
+    q_pos [B, S], the tail positions and slots by window, every layer's state fields, what the caller passes as
+    ``chunk``: whatever it needs to know about earlier and later pieces of the same prompt, and the input [B, S, E] of
+    every layer's attention, None for layers that are not in ``taps`` or whose input was not found.
     """
     graph = Graph()
     mapping: dict[Node, Node] = {}
@@ -44,11 +47,13 @@ def insert_hooks(program: Program, compress: nn.Module) -> Program:
     index = graph.call_function(aten.unsqueeze.default, (index, 3))
     queries = _queries(graph)
     observed = [_observe(graph, query, index, layer) for query, layer in zip(queries, program.layers, strict=True)]
+    named = {node.name: mapping[node] for node in program.module.graph.nodes if node in mapping}
+    hidden = [named.get(layer.hidden) if index in taps else None for index, layer in enumerate(program.layers)]
     windows = dict.fromkeys(layer.window for layer in program.layers)
     tails = [[placeholders[tail_name(window, field)] for field in ("tail_pos", "tail_at")] for window in windows]
     state = [[placeholders[state_name(i, field)] for field in (*STATE, *METADATA)] for i in range(len(program.layers))]
     result = graph.call_module(
-        "compress", (observed, columns, placeholders["q_pos"], tails, state, placeholders["chunk"])
+        "compress", (observed, columns, placeholders["q_pos"], tails, state, placeholders["chunk"], hidden)
     )
     graph.output((logits, result))
     weights = {str(node.target): attribute(program, node) for node in graph.nodes if node.op == "get_attr"}

@@ -49,7 +49,7 @@ def rewrite(plan: Plan) -> Program:
     for site in plan.sites:
         if (site.k, site.v) not in states:
             states[site.k, site.v] = [placeholder(state_name(len(states), field)) for field in STATE]
-            layers.append(_layer(site))
+            layers.append(_layer(site, mapping))
     # Of the sites that share a cache the last appends: the others must not find the new tokens among the old ones.
     writers = {(site.k, site.v): site for site in plan.sites}
     constants = {}
@@ -164,7 +164,7 @@ def _per_head(graph: Graph, sinks: Node) -> Node:
     return graph.call_function(aten.clone.default, (sinks,), {"memory_format": torch.contiguous_format})
 
 
-def _layer(site: Site) -> LayerSpec:
+def _layer(site: Site, mapping: dict[Node, Node]) -> LayerSpec:
     return LayerSpec(
         layer=site.layer,
         heads=site.heads,
@@ -175,4 +175,8 @@ def _layer(site: Site) -> LayerSpec:
         window=site.mask.window,
         chunk=site.mask.chunk,
         position_channels=int(bool(site.slopes)),
+        turns=site.turns,
+        frame=site.frame,
+        out=site.out,
+        hidden=None if site.hidden is None else mapping[site.hidden].name,
     )

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from kvpass.kernels.frame import Frame
 from kvpass.passes.evaluate import attribute
-from kvpass.passes.spec import CONSTANT, LayerSpec, Program
+from kvpass.passes.spec import CONSTANT, LayerSpec, Program, Projection
 
 NAMESPACES = ("aten", "kvpass", "prims")
 _SIZES = "add sub mul floordiv truediv mod neg pow eq ne lt le gt ge getitem"
@@ -45,7 +46,7 @@ def to_data(program: Program) -> dict:
             }
             | _constant(program, node)
         )
-    return {"nodes": nodes, "layers": [vars(layer) for layer in program.layers]}
+    return {"nodes": nodes, "layers": [_layer_data(layer) for layer in program.layers]}
 
 
 def from_data(data: dict, lookup: Callable[[str], Tensor]) -> Program:
@@ -64,7 +65,7 @@ def from_data(data: dict, lookup: Callable[[str], Tensor]) -> Program:
             args = _decode(item["args"], made)
             kwargs = {key: _decode(value, made) for key, value in item["kwargs"].items()}
             made.append(graph.create_node(item["op"], target, args, kwargs, item["name"]))
-        layers = tuple(LayerSpec(**layer) for layer in data["layers"])
+        layers = tuple(_layer(layer) for layer in data["layers"])
         graph.lint()
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise NotSerializable(f"not a stored program: {error}") from error
@@ -76,6 +77,25 @@ def _constant(program: Program, node: Node) -> dict:
     if node.op != "get_attr" or not str(node.target).startswith(CONSTANT):
         return {}
     return {"value": attribute(program, node).tolist()}
+
+
+def _layer_data(layer: LayerSpec) -> dict:
+    data = dict(vars(layer))
+    if layer.frame is not None:
+        data["frame"] = {
+            name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(layer.frame).items()
+        }
+    if layer.out is not None:
+        data["out"] = dict(vars(layer.out))
+    return data
+
+
+def _layer(data: dict) -> LayerSpec:
+    frame, out = data["frame"], data["out"]
+    if frame is not None:
+        first, second = (torch.tensor(frame[name], dtype=torch.int64) for name in ("first", "second"))
+        frame = Frame(first, second, torch.tensor(frame["freq"], dtype=torch.float64), frame["gain"])
+    return LayerSpec(**{**data, "frame": frame, "out": None if out is None else Projection(**out)})
 
 
 def _target_name(node: Node) -> str:

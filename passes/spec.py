@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from kvpass.kernels.frame import Frame
+
 CONSTANT = "kvpass_"  # begins the name of an fp32 tensor that the rewriting made, and no weight of the model
 
 
@@ -114,6 +116,14 @@ class Layouts:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """The weight that a site's output is multiplied with, all heads side by side."""
+
+    weight: str  # name of the parameter
+    input_first: bool  # [Hq*Dv, E]; else [E, Hq*Dv]
+
+
+@dataclass(frozen=True)
 class Site:
     """One attention of the graph, from its query, key and value nodes to the node that holds its output."""
 
@@ -131,6 +141,11 @@ class Site:
     logits: Logits
     mask: Mask | None = None  # set by `classify`
     slopes: tuple[float, ...] = ()  # per query head, of a bias linear in the key's position (ALiBi); set by `classify`
+    turns: bool = False  # from here on set by `inputs`: the key depends on its position
+    frame: Frame | None = None
+    frame_note: str = ""  # why a key that turns has no frame
+    out: Projection | None = None
+    hidden: Node | None = None  # [B, S, E]: all that q, k and v are made of
 
     @property
     def group(self) -> int:
@@ -183,6 +198,10 @@ class LayerSpec:
     window: int  # 0 = full attention
     chunk: int = 0  # of a chunked mask, whose window is the same number
     position_channels: int = 0  # last channels of the key that hold its position (ALiBi); counted in key_dim
+    turns: bool = False  # the key depends on its position
+    frame: Frame | None = None  # how it turns, where that could be read
+    out: Projection | None = None
+    hidden: str | None = None  # node of the program that holds the attention's input [B, S, E]
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def test_dump_writes_numbered_files(tiny_model, tmp_path, monkeypatch):
     files = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert files == [
         "00_capture.py", "01_normalize.py", "02_find.py", "03_classify.py", "04_plan.py", "05_check_locality.py",
+        "06_inputs.py",
     ]  # fmt: skip
     assert "# model.layers.0.self_attn" in (tmp_path / "dump" / "03_classify.py").read_text()
 
