@@ -31,6 +31,8 @@ from kvpass.kernels.score import Block, attention_blocks, exp_, grouped_queries,
 
 KeyMode = Literal["fixed", "convex", "zip", "zip_strict", "min_norm"]
 KEY_MODES: tuple[str, ...] = get_args(KeyMode)
+KeyFrame = Literal["cached", "unrotated"]
+KEY_FRAMES: tuple[str, ...] = get_args(KeyFrame)
 ASKING = ("zip", "zip_strict", "min_norm")  # whose key depends on the logits of queries
 LAM = (0.8, 1.25)  # range in which the published key scale is left alone
 FAINT = 1e-28  # a sum of A^2 below this has lost weights to underflow in fp32
@@ -44,6 +46,7 @@ def merge(
     groups: Groups,
     *,
     key_mode: KeyMode = "convex",
+    key_frame: KeyFrame = "cached",
     causal: bool = True,
     excess: float = float("inf"),
     value_fit: bool = False,
@@ -65,15 +68,24 @@ def merge(
             ``zip_strict`` is the paper's Eq. 25 with log-vote ln P (a group whose scale is not finite keeps
             the mean), ``min_norm`` moves the mean just so far that several heads' masses are met at once (see
             :func:`kvpass.kernels.min_norm.min_norm_keys`).
+        key_frame: ``cached`` averages keys as they are stored, ``unrotated`` as if all members stood at the
+            target's position. The log-vote answers for the key that is stored either way.
         causal: a query sees entries up to its own position only.
         excess: the log-vote is held in [0, ln(tokens) + excess]; infinite leaves it alone, which a single
             query needs to be lossless for every key. ``zip_strict`` is never limited.
         value_fit: refit the values of entries marked in ``open_kept`` (see :func:`fit_values`).
         ridge: its regularisation, relative to the squared spectral norm.
         blocks: the attention of ``seen`` over ``entries`` where it is already there.
+
+    Raises:
+        ValueError: an unknown mode or frame, or ``unrotated`` where keys turn and how they do is not known.
     """
     if key_mode not in KEY_MODES:
         raise ValueError(f"key_mode must be one of {', '.join(KEY_MODES)}, got {key_mode!r}")
+    if key_frame not in KEY_FRAMES:
+        raise ValueError(f"key_frame must be one of {', '.join(KEY_FRAMES)}, got {key_frame!r}")
+    if key_frame == "unrotated" and seen.turns and seen.frame is None:
+        raise ValueError("key_frame='unrotated' needs to know how the keys of the layer turn with their position")
     out = entries.take(kept, kept_used)
     batch, heads, most, dim = out.k.shape
     rows, slots = batch * heads, entries.k.shape[2]
@@ -125,6 +137,9 @@ def merge(
         tokens = torch.where(groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens)
 
         own_key = entries.k.reshape(-1, dim).index_select(0, member).to(dtype)
+        if key_frame == "unrotated" and seen.frame is not None:
+            there = out.pos.reshape(-1).index_select(0, target)
+            own_key = seen.frame.turn(own_key, there - entries.pos.reshape(-1).index_select(0, member))
         mean = segment_sum(_movers(weight, groups, rows * most) * own_key, target, rows * most)
         mean = mean.reshape(rows, most, dim)
         if key_mode != "fixed":

@@ -48,6 +48,12 @@ class Compress(nn.Module):
         # The model's own parameters, of which policies see views; a tuple, so that they are not registered twice.
         self.weights = tuple(layer.out and attribute(program, layer.out.weight) for layer in program.layers)
         full = [index for index, layer in enumerate(program.layers) if not layer.window]
+        for index in full if policy.needs_frames else ():
+            if program.layers[index].turns and program.layers[index].frame is None:
+                raise ValueError(
+                    f"policy {policy.name!r} turns keys back to position 0, which could not be read for "
+                    f"{program.layers[index].layer}; explain() says why"
+                )
         asked = policy.taps(len(full))
         if any(not 0 <= index < len(full) for index in asked):
             raise ValueError(f"policy {policy.name!r} taps layers {asked} of {len(full)} full-attention layers")

@@ -1,13 +1,15 @@
 """What a policy gets to know at run time: frames, output projections, and the hidden states it asked for."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
 import torch
 
 import kvpass
-from kvpass.policies import Streaming
+from kvpass.budget import Budget
+from kvpass.compression import Compress
+from kvpass.policies import KeepKV, Streaming
 from tests.conftest import greedy, prompt
 
 
@@ -99,6 +101,18 @@ def test_a_prompt_in_chunks_shows_the_same(tiny_model):
             assert torch.equal(one.hidden_pos, other.hidden_pos)
             assert torch.allclose(one.hidden, other.hidden, atol=1e-5)
             assert torch.allclose(one.q, other.q[:, :, other.q_pos[0] >= 0], atol=1e-5)
+
+
+def test_a_policy_that_needs_frames(tiny_model):
+    """Un-rotated merging runs where keys turn and where they do not; where it is not known how, it is refused."""
+    policy = KeepKV(window=4, key_frame="unrotated")
+    for name in ("llama", "gpt2"):
+        model = kvpass.compile(tiny_model(name), budget=0.3, policy=policy, backend="eager")
+        assert greedy(model, prompt(60), 4).shape == (1, 64)
+    program = kvpass.compile(tiny_model("llama"), backend="eager").kvpass.runtime.step
+    layers = [replace(layer, frame=None) for layer in program.layers]
+    with pytest.raises(ValueError, match=r"'keepkv' turns keys back .* for model.layers.0.self_attn; explain"):
+        Compress(replace(program, layers=tuple(layers)), policy, Budget.parse(0.3))
 
 
 def test_while_decoding(tiny_model):

@@ -46,6 +46,11 @@ class Policy(ABC):
         """Queries of a prompt of ``length`` tokens it wants to see: the last so many, or sorted positions."""
         return self.window
 
+    @property
+    def needs_frames(self) -> bool:
+        """Whether it cannot do without :attr:`Observation.frame` in layers whose keys turn."""
+        return False
+
     def taps(self, layers: int) -> tuple[int, ...]:
         """Which of the model's ``layers`` full-attention layers it wants the hidden states of."""
         return ()

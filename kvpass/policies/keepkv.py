@@ -13,7 +13,7 @@ from kvpass.budget import Budget
 from kvpass.kernels.entries import Entries, Observation
 from kvpass.kernels.gate import logit_spread, worth_merging
 from kvpass.kernels.group import cluster_scores, group_by_similarity
-from kvpass.kernels.merge import KEY_MODES, KeyMode, merge
+from kvpass.kernels.merge import KEY_FRAMES, KEY_MODES, KeyFrame, KeyMode, merge
 from kvpass.kernels.score import (
     Block,
     attention_blocks,
@@ -51,6 +51,7 @@ class KeepKV(Policy):
     window_share: float = 1 / 6
     selector: Policy | None = None
     key_mode: KeyMode = "convex"
+    key_frame: KeyFrame = "cached"  # unrotated: keys are averaged as if they stood at the target's position
     # Least cosine of stored keys. The paper's 0.8 leaves most dropped entries unmerged.
     threshold: float = 0.5
     max_votes: int = 64
@@ -90,6 +91,8 @@ class KeepKV(Policy):
         super().__post_init__()
         if self.key_mode not in KEY_MODES:
             raise ValueError(f"key_mode must be one of {', '.join(KEY_MODES)}, got {self.key_mode!r}")
+        if self.key_frame not in KEY_FRAMES:
+            raise ValueError(f"key_frame must be one of {', '.join(KEY_FRAMES)}, got {self.key_frame!r}")
         if not -1 <= self.threshold <= 1:
             raise ValueError(f"threshold is a cosine in [-1, 1], got {self.threshold}")
         if self.max_votes < 1 or self.references < 0 or self.ridge <= 0 or self.excess < 0:
@@ -103,6 +106,10 @@ class KeepKV(Policy):
             raise ValueError(f"negligible is a share in [0, 1), got {self.negligible}")
         if not 0 <= self.window_share < 1:
             raise ValueError(f"window_share is a share in [0, 1), got {self.window_share}")
+
+    @property
+    def needs_frames(self) -> bool:
+        return self.key_frame == "unrotated"
 
     def observe(self, length: int) -> int | Tensor:
         if not self.references:
@@ -216,6 +223,7 @@ class KeepKV(Policy):
             kept_used,
             groups,
             key_mode=self.key_mode,
+            key_frame=self.key_frame,
             causal=self._causal,
             excess=self.excess,
             value_fit=self.value_fit,

@@ -59,7 +59,7 @@ SMALL = [
     KeepKV(window=4, sinks=2, references=0, value_fit=False, key_mode="zip"),
     KeepKV(selector=SnapKV(window=4, sinks=2, pool=3, allocator="layer"), references=9),
     KeepKV(window=4, sinks=2, references=9, key_mode="min_norm", gate="sigma", orphan="absorb"),
-    KeepKV(window=4, sinks=2, references=9, gate="cost", order="merge_first"),
+    KeepKV(window=4, sinks=2, references=9, gate="cost", order="merge_first", key_frame="unrotated"),
     AttentionMatching(window=4, sinks=2, references=9),
     AttentionMatching(window=4, sinks=2, references=9, keys="omp", rounds=3, allocator="layer"),
     AttentionMatching(window=4, sinks=2, references=12, judges="rehearsal"),
