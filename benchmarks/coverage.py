@@ -18,7 +18,7 @@ import torch
 
 import kvpass
 from kvpass.models.tiny import build
-from kvpass.models.zoo import ZOO, Row
+from kvpass.models.zoo import BOTH, ZOO, Row
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 PROMPT, PADDED, NEW, BUDGET = 40, 5, 24, "0.3"
@@ -31,7 +31,7 @@ class Outcome:
     row: str
     family: str
     attn: str
-    status: str  # identical | differs | refused | not built
+    status: str  # identical | differs | refused | not built | fails
     layers: tuple[str, ...] = ()  # "heads, scale; mask" of every attention, in graph order
     reason: str = ""
 
@@ -51,12 +51,14 @@ def check(row: Row, attn: str) -> Outcome:
     before = _fingerprint(model)
     try:
         exact = kvpass.compile(model, budget=1.0, backend="eager")
+        found = tuple(f"{r.attention}; {r.mask}" for r in exact.kvpass.plan.rows if r.status == "found")
+        fault = _fault(row, model, exact, len(found))
     except kvpass.UnsupportedModelError as error:
         reasons = dict.fromkeys(f"{refusal.layer}: {refusal.reason}" for refusal in error.refusals)
         changed = "" if _fingerprint(model) == before else "; and the model was changed"
         return dataclasses.replace(outcome, status="refused", reason="; ".join(reasons) + changed)
-    found = tuple(f"{r.attention}; {r.mask}" for r in exact.kvpass.plan.rows if r.status == "found")
-    fault = _fault(row, model, exact, len(found))
+    except Exception as error:  # a defect, which one line of a report should show
+        return dataclasses.replace(outcome, status="fails", reason=_sentence(error))
     return dataclasses.replace(outcome, status="differs" if fault else "identical", layers=found, reason=fault)
 
 
@@ -72,7 +74,7 @@ def _fault(row: Row, model, exact, found: int) -> str:
             return "greedy tokens differ at budget 1.0"
         cut = kvpass.compile(model, budget=float(BUDGET), backend="eager")
         cache = cut.kvpass.new_cache()
-        cut(ids, attention_mask=mask, past_key_values=cache)
+        cut(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
         if (stored := _full_entries(cache)) > (allowed := _allowed(cache, mask)):
             return f"{stored} entries stored at budget {BUDGET}, {allowed} allowed"
         short = _greedy(cut, ids, mask, 4)
@@ -190,14 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     known = read(args.output) if args.row and args.output.exists() else {"rows": [], "tried": []}
     done = {(outcome.row, outcome.attn): outcome for kind in ("rows", "tried") for outcome in known[kind]}
     untried = () if args.no_tried else untabled()
-    for row in (*ZOO.values(), *(Row(name) for name in untried)):
+    chosen = [row for row in (*ZOO.values(), *map(Row, untried)) if not args.row or row.name in args.row]
+    for row in chosen:
         for attn in row.attn if row.name in ZOO else row.attn[:1]:
-            if not args.row or row.name in args.row:
-                done[row.name, attn] = outcome = check(row, attn)
-                print(f"{row.name:20s} {attn:6s} {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
-    rows = [done[row.name, attn] for row in ZOO.values() for attn in row.attn if (row.name, attn) in done]
-    tried = [done[name, attn] for name in untried for attn in ("sdpa", "eager") if (name, attn) in done]
-    write(rows, tried, args.output)
+            done[row.name, attn] = outcome = check(row, attn)
+            print(f"{row.name:20s} {attn:6s} {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
+            rows = [done[row.name, attn] for row in ZOO.values() for attn in row.attn if (row.name, attn) in done]
+            write(rows, [done[name, BOTH[0]] for name in untried if (name, BOTH[0]) in done], args.output)
     print(summary(read(args.output)))
     return 0
 

@@ -140,7 +140,6 @@ _ROWS = (
     Row("nemotron"),
     Row("olmo"),
     Row("olmo2"),
-    Row("openai-gpt", attn=EAGER),
     Row("opt", {"word_embed_proj_dim": 64}, "learned positions with an offset"),
     Row("persimmon"),
     Row("phi", _MHA, "rotary on half of each head, parallel block"),
@@ -206,8 +205,15 @@ _ROWS = (
     Row("mpt", attn=EAGER),
     Row("falcon"),
     Row("falcon_alibi", {"alibi": True}, family="falcon"),
-    Row("diffllama"),
+    Row("diffllama", attentions=4, note="two attentions a layer, one subtracted from the other"),
     # what must be refused
+    Row(
+        "openai-gpt",
+        note="multiplies the logits by the mask before it hides them",
+        attn=EAGER,
+        refused="transformer.h.0.attn: multiplies the logits by a value that depends on data; "
+        "transformer.h.1.attn: multiplies the logits by a value that depends on data",
+    ),
     Row(
         "dbrx",
         {
@@ -306,23 +312,6 @@ _ROWS = (
         refused="model: is an encoder-decoder, and only decoders are supported",
         head=SEQ2SEQ,
     ),
-)
-
-# Rows that must compile and are refused as long as a step of their attention is not read.
-PENDING = frozenset(
-    {
-        "bloom",
-        "diffllama",
-        "falcon_alibi",
-        "gemma3n_text",
-        "gpt_neo",
-        "gpt_neox_japanese",
-        "jetmoe",
-        "llama4_text",
-        "mpt",
-        "openai-gpt",
-        "xglm",
-    }
 )
 
 ZOO: Mapping[str, Row] = MappingProxyType({row.name: row for row in _ROWS})
