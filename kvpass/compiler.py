@@ -32,8 +32,7 @@ from kvpass.passes.spec import Captured, Plan, Program, UnsupportedModelError
 from kvpass.passes.verify import compare
 from kvpass.report import Report
 from kvpass.runtime import Runtime
-
-KV_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from kvpass.settings import Settings
 
 # Analysis annotates: Captured -> Plan -> Plan; nothing here edits what the graph computes.
 ANALYSIS: tuple[Callable, ...] = (normalize, find, classify, plan, check_locality, inputs)
@@ -101,36 +100,6 @@ def runtime_of(
     model = _AsModel(captured)
     _validate(model, step)
     return _programs(Checked((), report, step, {}), settings, next(model.parameters()).dtype)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of :func:`compile`, read."""
-
-    budget: Budget
-    policy: policies.Policy
-    decode_budget: Budget | None
-    kv_dtype: torch.dtype | None
-    backend: str
-
-    @staticmethod
-    def parse(budget, policy, decode_budget, kv_dtype, backend) -> Settings:
-        """Raises ValueError for a budget, policy, dtype or backend that does not exist."""
-        budget, chosen = Budget.parse(budget), policies.get(policy)
-        bound = None if decode_budget is None else Budget.parse(decode_budget)
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; known: {', '.join(BACKENDS)}")
-        if chosen.wants == "continuation":
-            raise ValueError(
-                f"policy {chosen.name!r} judges by the tokens that follow the prompt; only an evaluation has them"
-            )
-        if chosen.wants == "rehearsal" and bound is not None:
-            raise ValueError(
-                f"policy {chosen.name!r} rehearses the prompt and cannot judge while decoding; no decode_budget"
-            )
-        if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-            raise ValueError(f"unknown kv_dtype {kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
-        return Settings(budget, chosen, bound, KV_DTYPES.get(kv_dtype), backend)
 
 
 @dataclass(frozen=True)
