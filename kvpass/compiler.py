@@ -16,6 +16,7 @@ from kvpass import policies, startup
 from kvpass.binding import Handle, bind
 from kvpass.budget import Budget
 from kvpass.compression import Compress
+from kvpass.crosscheck import crosschecked
 from kvpass.lowering import BACKENDS, Lowering
 from kvpass.passes.capture import capture, check_decoder, evaluating
 from kvpass.passes.classify import classify
@@ -44,7 +45,9 @@ def explain(model: nn.Module) -> Report:
     Raises:
         UnsupportedModelError: the model cannot be traced at all, so there is no layer to report on.
     """
-    return Report.of(_analyse(capture(_original(model))))
+    model = _original(model)
+    found = _analyse(capture(model))
+    return crosschecked(Report.of(found), model, found.sites)
 
 
 def compile(
@@ -96,8 +99,8 @@ def runtime_of(
         UnsupportedModelError, ValueError: as :func:`compile`.
     """
     settings = Settings.parse(budget, policy, decode_budget, kv_dtype, lower_with)
-    step, report = _rewritten(captured)
     model = _AsModel(captured)
+    step, report = _rewritten(captured, model)
     _validate(model, step)
     return _programs(Checked((), report, step, {}), settings, next(model.parameters()).dtype)
 
@@ -130,7 +133,7 @@ def _checked(model: nn.Module) -> Checked:
             _validate(model, stored[0])
         except UnsupportedModelError:
             stored = None  # not this model's program after all
-    step, report = stored or _rewritten(capture(model))
+    step, report = stored or _rewritten(capture(model), model)
     if stored is None:
         _validate(model, step)
         startup.store(entry, model, step, report)
@@ -180,11 +183,11 @@ def _validate(model: nn.Module, step: Program) -> None:
         compare(model, lambda *inputs: _split(exact, *inputs), step.layers)
 
 
-def _rewritten(captured: Captured) -> tuple[Program, Report]:
+def _rewritten(captured: Captured, model: nn.Module) -> tuple[Program, Report]:
     found = _analyse(captured)
     if found.refusals:
         raise UnsupportedModelError(found.refusals)
-    return _dump(7, "rewrite", clean(rewrite(found))), Report.of(found)
+    return _dump(7, "rewrite", clean(rewrite(found))), crosschecked(Report.of(found), model, found.sites)
 
 
 def _fingerprint(model: nn.Module) -> tuple:
