@@ -81,10 +81,11 @@ def _forward(model: nn.Module, handle: Handle):
 
     @wraps(original)
     def forward(*args, **kwargs):
+        separate = None if versions.names_cache(signature) else versions.take_cache(kwargs)
         arguments = dict(signature.bind(*args, **kwargs).arguments)
         arguments.update(arguments.pop(_keywords(signature), {}) or {})
         given = dict(arguments)
-        cache = versions.take_cache(arguments)
+        cache = versions.take_cache(arguments) if separate is None else separate
         if _for_original(model, arguments, cache):
             if isinstance(cache, RaggedCache):
                 raise InputError(
@@ -109,7 +110,7 @@ def _for_original(model: nn.Module, arguments: dict, cache) -> bool:
         return True
     use_cache = arguments.get("use_cache")
     if use_cache is None:
-        use_cache = getattr(config, "use_cache", True)
+        use_cache = cache is not None or getattr(config, "use_cache", True)
     trains = model.training or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()))
     return not use_cache or (trains and cache is None)
 
@@ -208,6 +209,8 @@ def _generate(model, twin, handle: Handle):
 
     @wraps(original)
     def generate(*args, **kwargs):
+        if not versions.names_cache(inspect.signature(model.forward)):
+            return original(model, *args, **kwargs)  # runs all tokens at every step and has no place for a cache
         config = kwargs.get("generation_config") or model.generation_config
         implementation = kwargs.get("cache_implementation") or getattr(config, "cache_implementation", None)
         if implementation not in (None, "dynamic", "dynamic_full"):

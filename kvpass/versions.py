@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from functools import cache
 
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,6 +16,11 @@ def cache_field() -> str:
     """Name under which outputs carry the cache and ``generate`` takes it."""
     fields = {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}
     return next(name for name in CACHE_NAMES if name in fields)
+
+
+def names_cache(signature: inspect.Signature) -> bool:
+    """Whether a forward of that signature names a cache. ``generate`` calls one that does not with all tokens."""
+    return any(name in signature.parameters for name in CACHE_NAMES)
 
 
 def take_cache(arguments: dict):

@@ -46,7 +46,7 @@ def classify(plan: Plan) -> Plan:
     """Give every site its mask, or refuse it. The graph is not changed."""
     sites, refusals, known = [], list(plan.refusals), {}
     for site in plan.sites:
-        terms = tuple((term.node, term.hides, term.factor) for term in site.logits.masks)
+        terms = tuple((term.node, term.hides, term.factor, term.multiplies) for term in site.logits.masks)
         key = (terms, site.heads, site.logits.causal)
         try:
             if key not in known:
@@ -130,9 +130,10 @@ def _longest(captured: Captured, roots: Iterable[Node]) -> int:
     """The longest sequence that a mask with constants of a fixed length can be evaluated at."""
     longest = 2**31
     for node in backward_slice(roots):
-        if node.op == "call_function" and node.target in (aten.arange.default, aten.arange.start):
-            size = node.meta["val"].shape[0]
-            longest = min(longest, size) if isinstance(size, int) and size > 2 else longest
+        shape = getattr(node.meta.get("val"), "shape", ())
+        table = node.op == "get_attr" and len(shape) >= 2 and shape[-1] == shape[-2]
+        if (table or node.target in (aten.arange.default, aten.arange.start)) and isinstance(shape[-1], int):
+            longest = min(longest, shape[-1]) if shape[-1] > 2 else longest
     return longest
 
 
@@ -184,9 +185,19 @@ def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length:
     """[2, P, P] bool: which sampled keys a sampled query sees, all heads agreeing; and what is added to the visible
     logits, [2, H or 1, P, P] fp64, None for nothing."""
     seen = torch.ones(2, len(points), len(points), dtype=torch.bool)
+    kept = seen.clone()
     bias = None
     for term in site.logits.masks:
-        value = _over_heads(captured, term, _evaluate_mask(captured, term.node, case, points, length), site.heads)
+        try:
+            value = _evaluate_mask(captured, term.node, case, points, length)
+        except Unreadable as failure:
+            if term.multiplies:
+                raise Unreadable(term.node, "multiplies the logits by a value that depends on data") from failure
+            raise
+        value = _over_heads(captured, term, value, site.heads, len(points))
+        if term.multiplies:
+            kept &= (value == 1).all(1).cpu()
+            continue
         if value.dtype == torch.bool:
             visible = ~value if term.hides else value
         else:
@@ -197,14 +208,17 @@ def _visible(captured: Captured, site: Site, case: Case, points: Tensor, length:
         if not bool((visible == visible[:, :1]).all()):
             raise Unreadable(term.node, "the mask differs from head to head")
         seen &= visible[:, 0].cpu()
+    if bool((seen & ~kept).any()):
+        raise Unreadable(site.logits.masks[0].node, "multiplies logits that no mask hides")
     return seen, bias
 
 
-def _over_heads(captured: Captured, term: MaskTerm, value: Tensor, heads: int) -> Tensor:
+def _over_heads(captured: Captured, term: MaskTerm, value: Tensor, heads: int, points: int) -> Tensor:
     """[2, H or 1, P, P] of a mask's value as it is broadcast to the logits it meets."""
-    points, shape = value.shape[-1], term.at.meta["val"].shape
+    shape = term.at.meta["val"].shape
     kinds = [letter_kind(captured, size) for size in shape[:-2]]
-    if value.ndim < 2 or value.ndim > len(shape) or value.shape[-2] not in (1, points):
+    sizes = (1, points)
+    if value.ndim < 2 or value.ndim > len(shape) or value.shape[-2] not in sizes or value.shape[-1] not in sizes:
         raise Unreadable(term.node, f"the mask has shape {tuple(value.shape)}, not [B, H, S, S]")
     known = {"b": 2, "n": 2 * heads}
     lead = [known[kind] if kind in known else int(size) for kind, size in zip(kinds, shape[:-2], strict=True)]

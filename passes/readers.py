@@ -150,11 +150,17 @@ def _view(node: Node, read: Reader) -> Logits:
 
 @reads(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(node: Node, read: Reader) -> Logits:
+    failures = [Unreadable(node, "multiplies the logits by a value that depends on data")]
     for inner, factor in (node.args[:2], node.args[1::-1]):
         number = _number(factor)
         if number is not None and isinstance(inner, Node):
             return _scaled(node, read(inner), number)
-    raise Unreadable(node, "multiplies the logits by a value that depends on data")
+        try:
+            if isinstance(inner, Node) and isinstance(factor, Node):
+                return _masked(read(inner), MaskTerm(factor, at=inner, boolean=True, multiplies=True))
+        except Unreadable as failure:
+            failures.append(failure)
+    raise max(failures, key=lambda failure: failure.depth)
 
 
 @reads(aten.div.Tensor, aten.div.Scalar)

@@ -73,6 +73,7 @@ class MaskTerm:
     at: Node  # the logits it meets, whose shape it is broadcast to
     hides: bool = False  # True where a key is hidden, as in masked_fill; else True where it may be seen
     boolean: bool = False  # chooses keys instead of being added
+    multiplies: bool = False  # 1 where a key may be seen; where it is 0 another mask must hide the key
     factor: float = 1.0  # of what is added
 
 
