@@ -28,15 +28,16 @@ def use_skinny_linears(program: Program, rows: int) -> Program:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is aten.linear.default and _supported(program, node):
             by_input.setdefault(node.args[0], []).append(node)
-    for x, nodes in by_input.items():
+    for nodes in by_input.values():
         for start in range(0, len(nodes), cpu.MAX_LAYERS):
-            _merge(graph, x, nodes[start : start + cpu.MAX_LAYERS])
+            _merge(graph, nodes[start : start + cpu.MAX_LAYERS])
     graph.lint()
     program.module.recompile()
     return program
 
 
-def _merge(graph, x: Node, nodes: list[Node]) -> None:
+def _merge(graph, nodes: list[Node]) -> None:
+    x = nodes[0].args[0]  # as it is now: the input may have been a linear layer that was replaced
     with graph.inserting_before(nodes[0]):
         weights = [node.args[1] for node in nodes]
         biases = [node.args[2] if len(node.args) > 2 else None for node in nodes]
