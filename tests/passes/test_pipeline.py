@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
 import torch
 
 import kvpass
 from kvpass.kernels.attend import attend
+from kvpass.models.tiny import build
+from kvpass.models.zoo import ZOO
 
 EXPLAINED = """\
 layer                     status    attention                mask        note
@@ -90,3 +93,18 @@ def test_a_model_that_keeps_a_number_of_logits():
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(compiled(ids, logits_to_keep=2).logits, model(ids)[:, -2:], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_layers_that_share_keys_have_one_cache_and_one_writer():
+    """Four attentions over two pairs of keys and values: two caches, which the last reader of each appends to."""
+    model = build(ZOO["gemma3n_text"], "eager")
+    step = kvpass.compile(model, budget=1.0, backend="eager").kvpass.runtime.step
+    sites = [node for node in step.module.graph.nodes if node.target is attend]
+    stores = [site.args[4].target for site in sites]
+    assert len(step.layers) == len(set(stores)) < len(sites)
+    for store in set(stores):
+        writes = [site.args[-1] for site, own in zip(sites, stores, strict=True) if own == store]
+        assert writes == [False] * (len(writes) - 1) + [True]
+    notes = [row.note for row in kvpass.explain(model).rows if row.note.startswith("reads the cache of")]
+    assert len(notes) == len(sites) - len(set(stores))
