@@ -27,25 +27,36 @@ class Frame:
         ``turn(x, pos)`` takes it back. Angles are fp64, arithmetic is fp32 (fp64 for fp64), the result has the
         dtype of ``x``. Channels in no pair pass through. Shapes that do not broadcast raise RuntimeError.
         """
-        first, second = self.first.to(x.device), self.second.to(x.device)
-        cos, sin = self._tables(by.to(x.device), torch.float64 if x.dtype == torch.float64 else torch.float32)
-        a, b = x.index_select(-1, first).to(cos.dtype), x.index_select(-1, second).to(cos.dtype)
-        ahead, across = a * cos - b * sin, a * sin + b * cos
-        out = x.expand(*ahead.shape[:-1], x.shape[-1]).clone()
-        out.index_copy_(-1, first, ahead.to(x.dtype))
-        return out.index_copy_(-1, second, across.to(x.dtype))
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = self._tables(by.to(x.device), dtype)
+        first, second = _columns(self.first), _columns(self.second)
+        a, b = x[..., first], x[..., second]
+        out = x.expand(*torch.broadcast_shapes(x.shape[:-1], by.shape), x.shape[-1]).clone()
+        out[..., first] = (a * cos).addcmul_(b, sin, value=-1)
+        out[..., second] = (b * cos).addcmul_(a, sin)
+        return out
 
     def _tables(self, by: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine [..., N, P]. Positions repeat over rows, so angles are taken once for each in their range."""
         freq = self.freq.to(by.device)
-        if not by.numel():
-            empty = freq.new_zeros(*by.shape, len(freq), dtype=dtype)
-            return empty, empty
-        low, high = int(by.min()), int(by.max())
+        by = by[tuple(slice(1) if stride == 0 else slice(None) for stride in by.stride())]
+        low, high = (int(end) for end in by.aminmax()) if by.numel() else (0, -1)
         if high - low >= by.numel():
             angle = by.to(torch.float64).unsqueeze(-1) * freq
             return angle.cos().to(dtype), angle.sin().to(dtype)
         angle = torch.arange(low, high + 1, device=by.device, dtype=torch.float64).unsqueeze(-1) * freq
         index = (by.long() - low).flatten()
         cos, sin = (table.to(dtype).index_select(0, index) for table in (angle.cos(), angle.sin()))
-        return cos.reshape(*by.shape, -1), sin.reshape(*by.shape, -1)
+        shape = (*by.shape, len(freq))
+        return cos.reshape(shape), sin.reshape(shape)
+
+
+def _columns(index: Tensor) -> slice | Tensor:
+    """An index for the last dimension; evenly spaced channels, which nearly all models have, need no gathering."""
+    if not index.numel():
+        return slice(0)
+    start = int(index[0])
+    step = int(index[1]) - start if index.numel() > 1 else 1
+    if step < 1 or not torch.equal(index, start + step * torch.arange(index.numel(), device=index.device)):
+        return index
+    return slice(start, start + step * index.numel(), step)
