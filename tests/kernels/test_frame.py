@@ -23,12 +23,15 @@ def rotated(x, positions, frame):
     return out
 
 
+@pytest.mark.parametrize("second", [[4, 5, 6, 7], [1, 3, 5, 7], [6, 4, 7, 5]])
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4], [30000, 5000, 7, 0, -9]])
-def test_turn_rotates_each_pair(positions):
-    """A pair moves by position times frequency, near and far, forwards and backwards."""
+def test_turn_rotates_each_pair(positions, second):
+    """A pair moves by position times frequency, near and far, forwards and backwards, wherever its channels lie."""
+    first = [channel for channel in range(8) if channel not in second]
+    frame = Frame(torch.tensor(first), torch.tensor(second), half_frame().freq)
     torch.manual_seed(0)
     x, by = torch.randn(2, 3, 5, 8), torch.tensor(positions, dtype=torch.int32)
-    assert torch.allclose(half_frame().turn(x, by).double(), rotated(x, by, half_frame()), atol=1e-6)
+    assert torch.allclose(frame.turn(x, by).double(), rotated(x, by, frame), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
