@@ -63,3 +63,4 @@ class Observation:
     # rehearsal's, a continuation's. They see each other causally. None: only entries are seen.
     own_k: Tensor | None = None
     own_pos: Tensor | None = None
+    decoding: bool = False  # the queries are those of decoded tokens, not of a prompt

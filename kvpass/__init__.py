@@ -12,6 +12,7 @@ from importlib import import_module
 _HOMES = {
     "compile": "kvpass.compiler",
     "explain": "kvpass.compiler",
+    "Refresh": "kvpass.refresh",
     "RaggedCache": "kvpass.cache",
     "CacheError": "kvpass.cache",
     "load_cache": "kvpass.saved",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from kvpass.full import Full
 from kvpass.kernels.layout import Store
 from kvpass.passes.spec import KVPassError, LayerSpec
 
@@ -32,7 +33,8 @@ class Times:
     prefill: float = 0.0
     compress: float = 0.0
     decode: float = 0.0
-    maintain: float = 0.0  # compression while decoding
+    maintain: float = 0.0  # compression while decoding, refreshing included
+    refreshes: int = 0
     decoded: int = 0  # forwards after the last compression
     chunked: bool = False  # the prompt's earlier chunks are counted, its last one is not yet
 
@@ -50,6 +52,10 @@ class Observed:
     key_pos: Tensor | None = None
     hidden: Sequence[Tensor | None] = ()  # per layer [B, S, E] input of its attention; empty while decoding
     hidden_pos: Tensor | None = None  # [B, S] int32, -1 = padding
+
+    def select(self, indices: Tensor) -> Observed:
+        """A step's queries, of the sequences ``indices``."""
+        return Observed([query[indices] for query in self.queries], self.pos[indices], self.real[indices])
 
 
 @dataclass
@@ -91,6 +97,9 @@ class RaggedCache(Cache):
         self.prompt_end: int | None = None  # columns of the prompt that `generate` works on, while it does
         self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
         self.recent: list[Observed] = []  # queries of the last tokens, where decoding compresses
+        self.full: Full | None = None  # every exact key and value but the tail's, where rows are refreshed
+        self.steps = 0  # forwards since the last refresh or prompt
+        self.anchor: Observed | None = None  # the queries of the first of them, where a threshold is watched
         self.times = Times()
 
     # -- what transformers asks -------------------------------------------------------------------------------------
@@ -269,10 +278,11 @@ class RaggedCache(Cache):
             self.stores[index] = Store(**{**vars(store), **rows})
             self.keys[index] = self.keys[index][indices]
             self.values[index] = self.values[index][indices]
-        self.recent = [
-            Observed([query[indices] for query in part.queries], part.pos[indices], part.real[indices])
-            for part in self.recent
-        ]
+        self.recent = [part.select(indices) for part in self.recent]
+        if self.anchor is not None:
+            self.anchor = self.anchor.select(indices)
+        if self.full is not None:
+            self.full.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each sequence ``repeats`` times, next to each other."""
@@ -319,6 +329,7 @@ class RaggedCache(Cache):
         twin = copy.copy(self)
         twin.stores, twin.times, twin.pending = list(self.stores), replace(self.times), list(self.pending)
         twin.recent = list(self.recent)
+        twin.full = None if self.full is None else self.full.fork()
         twin.keys = [key.clone() for key in self.keys]
         twin.values = [value.clone() for value in self.values]
         twin.tails = {window: Tail(window, tail.pos.clone(), tail.cursor) for window, tail in self.tails.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from kvpass.passes.plan import plan
 from kvpass.passes.rewrite import rewrite
 from kvpass.passes.spec import Captured, Plan, Program, UnsupportedModelError
 from kvpass.passes.verify import compare
+from kvpass.refresh import Refresh
 from kvpass.report import Report
 from kvpass.runtime import Runtime
 from kvpass.settings import Settings
@@ -56,6 +57,7 @@ def compile(
     policy: str | policies.Policy = "keepkv",
     *,
     decode_budget: float | int | None = None,
+    refresh: int | Refresh | None = None,
     kv_dtype: str | None = None,
     backend: str = "inductor",
 ) -> nn.Module:
@@ -69,6 +71,9 @@ def compile(
         policy: a name of ``kvpass.policies.names()`` or a policy object.
         decode_budget: how much stays while decoding, in the same units; None lets the cache grow by one entry a row
             and token. Rows are compressed again whenever they are 32 entries above it.
+        refresh: every so many decoded tokens rows are rebuilt from the full keys and values, to ``decode_budget`` or
+            else ``budget``; a :class:`kvpass.Refresh` says where those are kept meanwhile, and how large they may
+            get. That step runs on the full cache. None keeps no such copy.
         kv_dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"`` for the stored keys and values; None keeps the model's own.
             Attention computes in fp32 on what is stored, log-votes are always fp32, and the prompt's own attention
             sees its keys unrounded. Below the model's precision budget 1 is no longer exact.
@@ -76,9 +81,9 @@ def compile(
 
     Raises:
         UnsupportedModelError: the model cannot be rewritten soundly; says which layer, node and source line.
-        ValueError: a budget, policy or backend that does not exist.
+        ValueError: a budget, policy, backend or refresh that does not exist.
     """
-    settings = Settings.parse(budget, policy, decode_budget, kv_dtype, backend)
+    settings = Settings.parse(budget, policy, decode_budget, kv_dtype, backend, refresh)
     model = _original(model)
     checked = _checked(model)
     return bind(model, _programs(checked, settings, next(model.parameters()).dtype), checked.report)
@@ -147,15 +152,21 @@ def _programs(checked: Checked, settings: Settings, own: torch.dtype) -> Runtime
     prefill = insert_hooks(checked.step, compress, compress.taps)
     _dump(8, "hooks", prefill)
     step, maintain, bound = checked.step, None, settings.decode_budget
-    if bound is not None:
-        step, maintain = return_queries(step), Compress(step, settings.policy, bound)
+    observes = bound is not None or settings.refresh is not None
+    if observes:
+        step = return_queries(step)
+        maintain = Compress(step, settings.policy, bound or settings.budget, decoding=True)
     dtype = settings.kv_dtype or own
     if dtype.itemsize < 4 and any(layer.position_channels for layer in step.layers):
         raise ValueError(f"kv_dtype {dtype} cannot hold the positions that this model's ALiBi keeps in its keys")
-    done = checked.lowered.setdefault((settings.backend, bound is not None, dtype), {})
+    done = checked.lowered.setdefault((settings.backend, observes, dtype), {})
     lower = Lowering(step, BACKENDS[settings.backend], dtype, done)
     rehearsal = return_queries(checked.step) if settings.policy.wants == "rehearsal" else None
-    return _runtime(prefill, step, settings.policy, lower, maintain, rehearsal)
+    return replace(
+        _runtime(prefill, step, settings.policy, lower, maintain, rehearsal),
+        bounded=bound is not None,
+        refresh=settings.refresh,
+    )
 
 
 class _AsModel(nn.Module):

@@ -42,8 +42,9 @@ class Compress(nn.Module):
     The budget counts the rows of full-attention layers: a fraction is of the tokens seen times those rows.
     """
 
-    def __init__(self, program: Program, policy: Policy, budget: Budget):
+    def __init__(self, program: Program, policy: Policy, budget: Budget, *, decoding: bool = False):
         super().__init__()
+        self.decoding = decoding
         self.layers, self.policy, self.budget = program.layers, policy, budget
         # The model's own parameters, of which policies see views; a tuple, so that they are not registered twice.
         self.weights = tuple(layer.out and attribute(program, layer.out.weight) for layer in program.layers)
@@ -118,6 +119,7 @@ class Compress(nn.Module):
             turns=layer.turns,
             own_k=None if seen.keys is None else seen.keys[index],
             own_pos=seen.key_pos,
+            decoding=self.decoding,
         )
 
 

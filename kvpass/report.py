@@ -98,6 +98,7 @@ class CacheReport:
     full_mib: float
     seconds: dict
     attend: str  # which implementation serves decode
+    refresh: dict | None = None  # what the full keys and values outside the cache cost, where rows are refreshed
 
     @staticmethod
     def of(cache, plan: Report) -> CacheReport:
@@ -137,6 +138,7 @@ class CacheReport:
             full_mib=full_bytes / 2**20,
             seconds=asdict(cache.times),
             attend=f"packed SDPA ({cpu.why_not()})" if cpu.why_not() else "C++",
+            refresh=None if cache.full is None else _outside(cache),
         )
 
     def to_dict(self) -> dict:
@@ -172,6 +174,7 @@ class CacheReport:
         times = self.seconds
         per_token = f", {1e3 * times['decode'] / times['decoded']:.1f} ms/token" if times["decoded"] else ""
         maintain = f", compress while decoding {times['maintain']:.2f} s" if times["maintain"] else ""
+        lines = [] if self.refresh is None else ["", tabulate([list(self.refresh.values())], REFRESH, floatfmt=".2f")]
         return "\n".join(
             [
                 tabulate(table, head, floatfmt=".2f"),
@@ -182,5 +185,22 @@ class CacheReport:
                 f"prefill {times['prefill']:.2f} s, compress {times['compress']:.2f} s, "
                 f"decode {times['decode']:.2f} s"
                 f"{per_token}{maintain}; attention by {self.attend}",
+                *lines,
             ]
         )
+
+
+REFRESH = ["refreshes", "outside", "held MiB", "written MiB", "read MiB", "I/O s", "stopped"]
+
+
+def _outside(cache) -> dict:
+    full = cache.full
+    return {
+        "refreshes": cache.times.refreshes,
+        "where": str(full.where),
+        "held_mib": full.nbytes / 2**20,
+        "written_mib": full.written / 2**20,
+        "read_mib": full.read / 2**20,
+        "io_seconds": full.seconds,
+        "stopped": full.stopped,
+    }

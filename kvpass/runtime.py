@@ -12,8 +12,10 @@ from torch import Tensor
 
 from kvpass.cache import CacheError, Observed, RaggedCache, Times
 from kvpass.compression import Chunk, Compress, Compressed, joined
+from kvpass.kernels.layout import Store
 from kvpass.passes.spec import LayerSpec, Program
 from kvpass.policies.base import Policy
+from kvpass.refresh import Refresh, full_stores, keep_tail
 
 SLACK = 32  # tokens a row may grow beyond its decode budget before it is compressed again
 
@@ -30,6 +32,8 @@ class Runtime:
     dtype: torch.dtype  # of stored keys and values
     takes_keep: bool
     maintain: Compress | None = None  # compresses while decoding; the step program then returns its queries
+    bounded: bool = False  # whether ``maintain`` holds a decode budget, or only refreshes
+    refresh: Refresh | None = None
     rehearsal: Program | None = None  # the step program, returning queries, where the policy rehearses
 
     def new_cache(self) -> RaggedCache:
@@ -93,7 +97,8 @@ class Runtime:
         started = time.perf_counter()
         inputs = [input_ids, position_ids, keep, q_pos, *_tail_inputs(cache)]
         keys, values = _working_tails(cache, length)
-        state = _state(cache, keys, values)
+        rebuilt = None if compresses else full_stores(cache, self.refresh)
+        state = _state(rebuilt or cache.stores, keys, values)
         result = None
         if compresses:
             tokens, rehearse = (), None
@@ -111,8 +116,9 @@ class Runtime:
         cache.commit(q_pos)
         spent = time.perf_counter() - started
         if isinstance(result, Compressed):
+            keep_tail(cache, self.refresh)
             cache.replace_stores(result.stores)
-            cache.pending, cache.recent = [], []
+            cache.pending, cache.recent, cache.steps, cache.anchor = [], [], 0, None
             earlier = cache.times.prefill if cache.times.chunked else 0.0
             cache.times = Times(prefill=earlier + spent - result.seconds, compress=result.seconds)
         elif compresses:
@@ -123,36 +129,41 @@ class Runtime:
             cache.times.decode += spent
             cache.times.decoded += 1
             if self.maintain is not None:
-                self._maintain(cache, result)
+                self._maintain(cache, result, rebuilt)
         return logits if self.takes_keep else logits[:, keep]
 
-    def _maintain(self, cache: RaggedCache, latest: Observed) -> None:
-        """Bring the cache back to the decode budget once it is ``SLACK`` entries a row above it."""
+    def _maintain(self, cache: RaggedCache, latest: Observed, rebuilt: list[Store] | None) -> None:
+        """Compress again: ``rebuilt`` stores at once, the cache's own once they are ``SLACK`` above the budget."""
         started = time.perf_counter()
-        cache.recent = [*cache.recent, latest][-self.policy.window :]
-        rows = sum(layer.kv_heads for layer in self.layers if not layer.window)
-        if not rows or cache.record_past or cache.tails[0].cursor < SLACK:
+        cache.recent = [*cache.recent, latest]
+        if self.policy.recall is not None:
+            cache.recent = cache.recent[-self.policy.recall :]
+        cache.steps += 1
+        if cache.anchor is None and self.refresh is not None and self.refresh.threshold is not None:
+            cache.anchor = latest
+        if rebuilt is None and not self._crowded(cache):
             return
+        stores = rebuilt or cache.stores
+        state = [
+            [*fields, store.tokens, store.pos]
+            for fields, store in zip(_by_layer(stores, cache.keys, cache.values), stores, strict=True)
+        ]
+        stores = self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent))
+        keep_tail(cache, self.refresh)
+        cache.replace_stores(stores)
+        cache.anchor = None
+        if rebuilt is not None:
+            cache.steps, cache.times.refreshes = 0, cache.times.refreshes + 1
+        cache.times.maintain += time.perf_counter() - started
+
+    def _crowded(self, cache: RaggedCache) -> bool:
+        """Whether the rows of full-attention layers are ``SLACK`` entries above the decode budget."""
+        rows = sum(layer.kv_heads for layer in self.layers if not layer.window)
+        if not self.bounded or not rows or cache.record_past or cache.tails[0].cursor < SLACK:
+            return False
         stored = sum(store.k.shape[0] for store in cache.stores)
         allowed = sum(self.maintain.budget.total(cache.seen.tolist(), rows))
-        if stored + rows * cache.batch_size * cache.tails[0].cursor < allowed + rows * cache.batch_size * SLACK:
-            return
-        state = [
-            [
-                store.k,
-                store.v,
-                store.log_votes,
-                store.row_start,
-                store.row_len,
-                key,
-                value,
-                store.tokens,
-                store.pos,
-            ]
-            for store, key, value in zip(cache.stores, cache.keys, cache.values, strict=True)
-        ]
-        cache.replace_stores(self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent)))
-        cache.times.maintain += time.perf_counter() - started
+        return stored + rows * cache.batch_size * cache.tails[0].cursor >= allowed + rows * cache.batch_size * SLACK
 
     def _rehearse(self, cache: RaggedCache, keys, values, q_pos: Tensor, tokens: tuple[Tensor, ...]) -> Observed:
         """Queries and keys of what the policy rehearses, on a copy of the full cache; ``tokens`` end the prompt."""
@@ -171,7 +182,7 @@ class Runtime:
         pos = _positions(twin, real, batch, length)
         inputs = [ids, pos.clamp(min=0).long(), ids.new_zeros(1), pos, *_tail_inputs(twin)]
         keys, values = _working_tails(twin, length)
-        _, *queries = self.rehearsal.module(*inputs, *_state(twin, keys, values))
+        _, *queries = self.rehearsal.module(*inputs, *_state(twin.stores, keys, values))
         at = twin.tails[0].cursor
         own = [key[:, :, at : at + length] for key in keys]  # a sliding layer's mean nothing, and nobody asks
         return Observed(queries, pos, real.sum(-1), keys=own, key_pos=pos)
@@ -216,11 +227,15 @@ def _working_tails(cache: RaggedCache, length: int) -> tuple[list[Tensor], list[
     return copies[0], copies[1]
 
 
-def _state(cache: RaggedCache, keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    found = []
-    for store, key, value in zip(cache.stores, keys, values, strict=True):
-        found += [store.k, store.v, store.log_votes, store.row_start, store.row_len, key, value]
-    return found
+def _state(stores: list[Store], keys: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    return [field for fields in _by_layer(stores, keys, values) for field in fields]
+
+
+def _by_layer(stores: list[Store], keys: list[Tensor], values: list[Tensor]) -> list[list[Tensor]]:
+    return [
+        [store.k, store.v, store.log_votes, store.row_start, store.row_len, key, value]
+        for store, key, value in zip(stores, keys, values, strict=True)
+    ]
 
 
 def _observed_columns(policy: Policy, q_pos: Tensor, begun: Tensor, later: int) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvpass.cache import CacheError, RaggedCache, Tail
+from kvpass.full import Full
 from kvpass.kernels.layout import Store
 from kvpass.passes.spec import LayerSpec
 from kvpass.runtime import Runtime
 
 SCHEMA = 1
+UNSAVED = "a saved cache leaves out the full keys and values that refreshing reads; loaded, it goes on unrefreshed"
 _SAMPLES = 64  # values of each weight that enter the fingerprint
 
 
@@ -27,7 +30,8 @@ def save(cache: RaggedCache, path: str | os.PathLike, tokens=None, tokenizer=Non
     """Write ``cache`` to ``path`` (safetensors), whole or not at all.
 
     ``tokens``, the ids of each sequence without padding, and their ``tokenizer`` put the text into the file as well,
-    for ``kvpass view``. Ids beyond what the cache has seen are left out, such as the last one of ``generate``.
+    for ``kvpass view``. Ids beyond what the cache has seen are left out, such as the last one of ``generate``. What
+    a cache keeps outside for refreshing is left out too, with a warning.
 
     Raises:
         CacheError: the cache is empty, or in the middle of a prompt, or has seen other tokens than these.
@@ -37,6 +41,8 @@ def save(cache: RaggedCache, path: str | os.PathLike, tokens=None, tokenizer=Non
         raise CacheError("the cache is empty; there is nothing to save")
     if cache.pending or cache.prompt_end is not None:
         raise CacheError("the cache is in the middle of a prompt; save it when the prompt is through")
+    if cache.full is not None and not cache.full.stopped:
+        warnings.warn(UNSAVED, RuntimeWarning, stacklevel=3)
     pieces = _pieces(cache, tokens, tokenizer)
     tensors = {name: tensor.contiguous() for name, tensor in _named(cache).items()}
     facts = {
@@ -169,6 +175,9 @@ def _restore(cache: RaggedCache, facts: dict, tensors: dict[str, Tensor]) -> Non
     cache.seen = tensors["seen"]
     cache.columns, cache.padded = int(facts["columns"]), bool(facts["padded"])
     cache.spare_slots = int(facts["spare_slots"])
+    if (refresh := cache.owner.refresh) is not None:
+        cache.full = Full(refresh.where, refresh.limit)
+        cache.full.stopped = "loaded from a file, which has no full keys and values"
     for layer in cache.specs:
         if layer.window not in cache.tails:
             pos = tensors[f"tail.{layer.window}.pos"]

@@ -47,6 +47,11 @@ class Policy(ABC):
         return self.window
 
     @property
+    def recall(self) -> int | None:
+        """Of the decoded tokens it judges by the queries of the last so many; None: of all since the last time."""
+        return self.window
+
+    @property
     def needs_frames(self) -> bool:
         """Whether it cannot do without :attr:`Observation.frame` in layers whose keys turn."""
         return False

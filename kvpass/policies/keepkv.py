@@ -29,6 +29,7 @@ from kvpass.policies.snapkv import SnapKV
 Gate = Literal["cos", "sigma", "cost"]
 Order = Literal["evict_first", "merge_first"]
 Orphan = Literal["drop", "absorb"]
+Scores = Literal["recent", "last"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,9 @@ class KeepKV(Policy):
     # Dropped entries whose root mean square weight is below this share of their row's mean are lost: no more
     # than that share of the dropped weight, and most of the work.
     negligible: float = 0.5
+    # What judges while decoding: the queries of the last ``window`` tokens, or of the newest alone. The merge is
+    # lossless at that one with one query head a KV head, ``orphan="absorb"``, ``negligible=0`` and no ``excess``.
+    scores: Scores = "recent"
     value_fit: bool = True  # refit values to the full attention output of the same queries
     ridge: float = 1e-3
 
@@ -97,7 +101,7 @@ class KeepKV(Policy):
             raise ValueError(f"threshold is a cosine in [-1, 1], got {self.threshold}")
         if self.max_votes < 1 or self.references < 0 or self.ridge <= 0 or self.excess < 0:
             raise ValueError("max_votes must be >= 1, references >= 0, ridge > 0 and excess >= 0")
-        for field, kinds in (("gate", Gate), ("order", Order), ("orphan", Orphan)):
+        for field, kinds in (("gate", Gate), ("order", Order), ("orphan", Orphan), ("scores", Scores)):
             if getattr(self, field) not in get_args(kinds):
                 raise ValueError(f"{field} must be one of {', '.join(get_args(kinds))}, got {getattr(self, field)!r}")
         if self.sigma < 0:
@@ -106,6 +110,10 @@ class KeepKV(Policy):
             raise ValueError(f"negligible is a share in [0, 1), got {self.negligible}")
         if not 0 <= self.window_share < 1:
             raise ValueError(f"window_share is a share in [0, 1), got {self.window_share}")
+
+    @property
+    def recall(self) -> int | None:
+        return 1 if self.scores == "last" else self.window
 
     @property
     def needs_frames(self) -> bool:
@@ -185,7 +193,8 @@ class KeepKV(Policy):
         """The queries that weigh members."""
         if not self.references:
             return recent_queries(seen, self.window)
-        return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
+        alone = seen.decoding and self.scores == "last"
+        return one_head_each(seen, entries.k.shape[1]) if self.round_robin and not alone else seen
 
     def _merge(
         self,
