@@ -36,7 +36,7 @@ class Options:
     length: int = 2048
     batch: int = 1
     budgets: tuple[float | int, ...] = (0.1,)
-    policies: tuple[str, ...] = ("keepkv",)
+    policies: tuple[str, ...] = ("unified",)
     steps: int = 32
     repeats: int = 1
     threads: int | None = None  # None: as torch chooses
@@ -274,7 +274,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="fraction of the entries, or above 1 entries per row; repeatable (default: 0.1)",
     )
-    parser.add_argument("--policy", action="append", help="repeatable (default: keepkv)")
+    parser.add_argument("--policy", action="append", help="repeatable (default: unified)")
     parser.add_argument(
         "--steps", type=int, default=default.steps, help="timed forwards of each row (default: %(default)s)"
     )

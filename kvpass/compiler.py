@@ -54,7 +54,7 @@ def explain(model: nn.Module) -> Report:
 def compile(
     model: nn.Module,
     budget: float | int = 0.1,
-    policy: str | policies.Policy = "keepkv",
+    policy: str | policies.Policy = "unified",
     *,
     decode_budget: float | int | None = None,
     refresh: int | Refresh | None = None,
@@ -92,7 +92,7 @@ def compile(
 def runtime_of(
     captured: Captured,
     budget: float | int = 0.1,
-    policy: str | policies.Policy = "keepkv",
+    policy: str | policies.Policy = "unified",
     *,
     decode_budget: float | int | None = None,
     kv_dtype: str | None = None,

@@ -27,7 +27,7 @@ class Options:
     """What to show."""
 
     budgets: tuple[float | int, ...] = (1.0, 0.2, 0.1)
-    policy: str = "keepkv"
+    policy: str = "unified"
     tokens: int = 48  # of each answer, at most
     length: int = 3000  # of document and question, at most
     steps: int = 16  # timed forwards
