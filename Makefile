@@ -10,7 +10,7 @@ EVAL := $(BIN)/kvpass eval $(if $(DATA),--data $(DATA))
 FULL := cwe fwe niah_multiquery niah_multikey_3
 FULL += $(if $(DATA),qa_1 qa_2 qasper multifieldqa_en hotpotqa 2wikimqa multi_news qmsum trec triviaqa samsum lcc babilong_qa1)
 
-.PHONY: demo test check lint bench eval eval-full clean
+.PHONY: demo test check lint bench eval eval-full coverage compat clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,16 @@ eval-full: eval  ## all tasks, both protocols, everything charged as well, and g
 	$(EVAL) --length 2048 --length 4096 --samples 16 --protocol agnostic --out results/eval-agnostic
 	$(EVAL) --length 2048 --samples 16 --free none --out results/eval-charged
 	$(EVAL) $(addprefix --task ,$(FULL)) --length 4096 --samples 12 --generate --by task --out results/eval-tasks
+
+coverage: $(STAMP)  ## which decoders compile: renews the data and the README's table
+	$(BIN)/python -m kvpass.benchmarks.coverage
+	$(BIN)/python -m kvpass.benchmarks.readme
+
+# Versions to try; "installed" stays what it is. Repeat the option for more.
+COMPAT ?= --transformers 5.10.1 --transformers installed
+
+compat: $(STAMP)  ## the zoo in fresh environments with other versions of torch and transformers
+	$(BIN)/python -m kvpass.benchmarks.compat $(COMPAT)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

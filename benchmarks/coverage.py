@@ -23,6 +23,8 @@ from kvpass.models.zoo import BOTH, ZOO, Row
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 PROMPT, PADDED, NEW, BUDGET = 40, 5, 24, "0.3"
 
+STATUSES = ("identical", "differs", "fails", "refused", "not built")
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -31,7 +33,7 @@ class Outcome:
     row: str
     family: str
     attn: str
-    status: str  # identical | differs | refused | not built | fails
+    status: str  # one of STATUSES
     layers: tuple[str, ...] = ()  # "heads, scale; mask" of every attention, in graph order
     reason: str = ""
 
@@ -46,6 +48,8 @@ def check(row: Row, attn: str) -> Outcome:
     outcome = Outcome(row.name, row.model_type, attn, "not built")
     try:
         model = build(row, attn)
+        if row.name not in ZOO:
+            _run(model)
     except Exception as error:  # a newer family's configuration may need sizes of its own
         return dataclasses.replace(outcome, reason=_sentence(error))
     before = _fingerprint(model)
@@ -60,6 +64,18 @@ def check(row: Row, attn: str) -> Outcome:
     except Exception as error:  # a defect, which one line of a report should show
         return dataclasses.replace(outcome, status="fails", reason=_sentence(error))
     return dataclasses.replace(outcome, status="differs" if fault else "identical", layers=found, reason=fault)
+
+
+def _run(model) -> None:
+    ids, mask = _prompt()
+    with torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=False)
+
+
+def attempt(family: str) -> Outcome:
+    """A family without a row, with the common sizes, in the first attention implementation that it builds with."""
+    outcomes = (check(Row(family), attn) for attn in BOTH)
+    return next((outcome for outcome in outcomes if outcome.status != "not built"), None) or check(Row(family), BOTH[0])
 
 
 def _fault(row: Row, model, exact, found: int) -> str:
@@ -150,16 +166,27 @@ def write(rows: list[Outcome], tried: list[Outcome], path: Path = RESULTS) -> No
     path.write_text(json.dumps({"versions": versions, "rows": rows, "tried": tried}, indent=1) + "\n")
 
 
-def table(data: dict) -> str:
-    """Markdown: one line a row and result, implementations with the same result together; then what was tried."""
-    lines = ["| decoder | attention | result | attentions |", "|---|---|---|---|"]
-    for outcomes, label in ((data["rows"], "{0.row}"), (data["tried"], "{0.row} (tried)")):
-        merged: dict[tuple, list[str]] = {}
-        for outcome in outcomes:
-            result = outcome.status + (f": {outcome.reason}" if outcome.reason else "")
-            merged.setdefault((label.format(outcome), result, _layers(outcome.layers)), []).append(outcome.attn)
-        for (name, result, layers), attn in merged.items():
-            lines.append(f"| {name} | {', '.join(attn)} | {result.replace('|', '/')} | {layers} |")
+def section(data: dict) -> str:
+    """The README's part: one sentence, the zoo's rows, and folded away what was tried beyond them."""
+    lines = [summary(data), "", "<details><summary>Every row of the zoo, and every family tried</summary>", ""]
+    lines += [table(data["rows"]), ""]
+    if data["tried"]:
+        tried = sorted(data["tried"], key=lambda outcome: STATUSES.index(outcome.status))
+        lines += ["Tried with the common sizes, not tuned and not promised:", "", table(tried), ""]
+    return "\n".join([*lines, "</details>"])
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown, one line a row and result; implementations with the same result stand together."""
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for outcome in outcomes:
+        name = outcome.row if outcome.row == outcome.family else f"{outcome.row} ({outcome.family})"
+        result = outcome.status + (f": {outcome.reason}" if outcome.reason else "")
+        merged.setdefault((name, result.replace("|", "/"), _layers(outcome.layers)), []).append(outcome.attn)
+    lines = ["| decoder | attention | result | layers: query/KV heads x size, scale; mask |", "|---|---|---|---|"]
+    lines += [
+        f"| {name} | {', '.join(attn)} | {result} | {layers} |" for (name, result, layers), attn in merged.items()
+    ]
     return "\n".join(lines)
 
 
@@ -173,11 +200,11 @@ def summary(data: dict) -> str:
     rows = data["rows"]
     identical = {outcome.family for outcome in rows if outcome.status == "identical"}
     refused = {outcome.row for outcome in rows if outcome.status == "refused"}
-    also = [outcome for outcome in data["tried"] if outcome.status == "identical"]
+    also = sum(outcome.status == "identical" for outcome in data["tried"])
     return (
         f"With torch {data['versions']['torch']} and transformers {data['versions']['transformers']} {len(identical)} "
-        f"families give the untouched model's tokens and {len(refused)} rows are refused. "
-        f"Of {len(data['tried'])} further families, tried with common sizes, {len(also)} do."
+        f"families give the untouched model's tokens; rows refused: {len(refused)}."
+        + (f" Of {len(data['tried'])} further families, tried with the common sizes, {also} do." if also else "")
     )
 
 
@@ -190,15 +217,20 @@ def main(argv: list[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     known = read(args.output) if args.row and args.output.exists() else {"rows": [], "tried": []}
-    done = {(outcome.row, outcome.attn): outcome for kind in ("rows", "tried") for outcome in known[kind]}
-    untried = () if args.no_tried else untabled()
-    chosen = [row for row in (*ZOO.values(), *map(Row, untried)) if not args.row or row.name in args.row]
-    for row in chosen:
-        for attn in row.attn if row.name in ZOO else row.attn[:1]:
-            done[row.name, attn] = outcome = check(row, attn)
-            print(f"{row.name:20s} {attn:6s} {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
-            rows = [done[row.name, attn] for row in ZOO.values() for attn in row.attn if (row.name, attn) in done]
-            write(rows, [done[name, BOTH[0]] for name in untried if (name, BOTH[0]) in done], args.output)
+    done = {(outcome.row, outcome.attn): outcome for outcome in known["rows"]}
+    tried = {outcome.row: outcome for outcome in known["tried"]}
+    rows = [(row.name, attn) for row in ZOO.values() for attn in row.checked]
+    families = () if args.no_tried else untabled()
+    for name, attn in [*rows, *((family, "") for family in families)]:
+        if args.row and name not in args.row:
+            continue
+        outcome = check(ZOO[name], attn) if attn else attempt(name)
+        if attn:
+            done[name, attn] = outcome
+        else:
+            tried[name] = outcome
+        print(f"{name:20s} {outcome.attn:6s} {outcome.status} {outcome.reason}", file=sys.stderr, flush=True)
+        write([done[key] for key in rows if key in done], [tried[key] for key in families if key in tried], args.output)
     print(summary(read(args.output)))
     return 0
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from kvpass import demo
-from kvpass.benchmarks import throughput
+from kvpass.benchmarks import coverage, throughput
 from kvpass.benchmarks.eval import tables
 
 HERE = Path(__file__).parent
@@ -36,7 +37,20 @@ def _quality() -> str:
     return "\n\n".join([*shown, parts[-1]])
 
 
-SECTIONS = {"demo": _demo, "throughput": _throughput, "quality": _quality}
+def _coverage() -> str:
+    return coverage.section(coverage.read())
+
+
+def _block(render) -> Callable[[], str]:
+    return lambda: f"```\n{render()}\n```"
+
+
+SECTIONS = {
+    "demo": _block(_demo),
+    "throughput": _block(_throughput),
+    "quality": _block(_quality),
+    "coverage": _coverage,
+}
 
 
 def updated(text: str) -> str:
@@ -44,7 +58,7 @@ def updated(text: str) -> str:
     for name, render in SECTIONS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, rest = text.split(begin)
-        text = f"{before}{begin}\n```\n{render()}\n```\n{end}{rest.split(end)[1]}"
+        text = f"{before}{begin}\n{render()}\n{end}{rest.split(end)[1]}"
     return text
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvpass.models.zoo import PLAIN, SIZES, ZOO, Row
+
+# A family without a row may ignore the common sizes; above this it is not built.
+MOST_WEIGHTS = 5_000_000
 
 
 def tiny(name: str, attn: str | None = None, **overrides):
@@ -25,7 +29,10 @@ def tiny(name: str, attn: str | None = None, **overrides):
 
 
 def build(row: Row, attn: str, **overrides):
-    """The decoder of a row, which need not stand in the table. Raises whatever transformers raises."""
+    """The decoder of a row, which need not stand in the table.
+
+    Raises ValueError for a row outside the table with too many weights, and whatever transformers raises.
+    """
     import torch
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -45,7 +52,13 @@ def build(row: Row, attn: str, **overrides):
     keywords: dict[str, Any] = {own_name.get(k, k): v for k, v in {**sizes, **row.config, **overrides}.items()}
     auto = getattr(transformers, f"AutoModelFor{row.head}")
     config = config_class(**keywords)
-    return seeded(lambda: auto.from_config(config, attn_implementation=attn, dtype=torch.float32))
+    make = partial(auto.from_config, config, attn_implementation=attn, dtype=torch.float32)
+    if row.name not in ZOO:
+        with torch.device("meta"):
+            weights = sum(parameter.numel() for parameter in make().parameters())
+        if weights > MOST_WEIGHTS:
+            raise ValueError(f"{weights:,} weights with the common sizes: it needs sizes of its own")
+    return seeded(make)
 
 
 def _takes(config, key: str) -> bool:

@@ -22,6 +22,12 @@ from kvpass.passes.spec import Captured, Refusal, UnsupportedModelError
 # Primes that no configuration uses as a dimension, so that no two symbols are unified by accident.
 SAMPLE_BATCH, SAMPLE_LENGTH, SAMPLE_KEEP = 2, 17, 3
 
+# What torch.export says, and what it means to someone who did not write the model.
+REASONS = {
+    "Constraints violated": "its code fixes the batch or the length, as a loop over the tokens does",
+    "data-dependent expression": "its code branches on what it computes, as a loop over the experts that were hit does",
+}
+
 
 class _Cacheless(nn.Module):
     """Calls the model the way every later pass assumes: no cache, explicit positions and padding mask."""
@@ -126,8 +132,9 @@ def _export(wrapper: nn.Module) -> ExportedProgram:
             ).run_decompositions({})
         except Exception as error:
             text = str(error).strip().splitlines() or [type(error).__name__]
-            if text[0].startswith("Constraints violated"):
-                raise _refuse("its code fixes the batch or the length, as a loop over the tokens does") from error
+            known = next((reason for words, reason in REASONS.items() if words in text[0]), None)
+            if known:
+                raise _refuse(known) from error
             raise _refuse(f"torch.export cannot trace it: {text[0].strip()}") from error
 
 
