@@ -208,14 +208,12 @@ _ROWS = (
     Row("falcon"),
     Row("falcon_alibi", {"alibi": True}, family="falcon"),
     Row("diffllama", attentions=4, note="two attentions a layer, one subtracted from the other"),
-    # what must be refused
     Row(
         "openai-gpt",
-        note="multiplies the logits by the mask before it hides them",
+        note="multiplies the logits by the mask before it hides them; its generate() has no cache, a call may",
         attn=EAGER,
-        refused="transformer.h.0.attn: multiplies the logits by a value that depends on data; "
-        "transformer.h.1.attn: multiplies the logits by a value that depends on data",
     ),
+    # what must be refused
     Row(
         "dbrx",
         {

@@ -11,6 +11,9 @@ from kvpass.benchmarks.eval.trial import Trial
 from kvpass.kernels.attend import attend
 from kvpass.kernels.layout import Store
 from kvpass.passes.evaluate import attribute
+from kvpass.passes.rewrite import STATE, state_name
+
+SETTINGS = 4 + len(STATE) + 2  # arguments of `attend` before the scale: q, k, v, q_pos, the state, the tail's labels
 
 
 @torch.no_grad()
@@ -22,12 +25,14 @@ def output_errors(recording: Recording, trial: Trial) -> list[float]:
     """
     errors = []
     step = recording.instrument.runtime.step
-    sites = [node for node in step.module.graph.nodes if node.target is attend]
+    # The first attention of each cache, where several share one.
+    sites = {node.args[4].target: node for node in reversed(list(step.module.graph.nodes)) if node.target is attend}
     for at, index in enumerate(recording.instrument.full):
         seen = recording.later[at]
         count = seen.q.shape[2]
         k, v = (held[index][:, :, :count] for held in (recording.end.keys, recording.end.values))
-        settings = [attribute(step, value) if isinstance(value, Node) else value for value in sites[index].args[-4:]]
+        given = sites[state_name(index, STATE[0])].args[SETTINGS:]
+        settings = [attribute(step, value) if isinstance(value, Node) else value for value in given]
         full, own = (
             _output(seen, k, v, store, settings)
             for store in (recording.snapshot.stores[index], trial.cache.stores[index])
