@@ -1,7 +1,7 @@
 """Rebuilding compressed rows from the full keys and values while decoding (KeepKV, arXiv 2504.09936, section 1).
 
 The step at which rows are rebuilt runs on the full cache, and its own queries are among those that judge: recomputed on
-the rebuilt rows it is what it was, where the policy merges without loss at that query (``KeepKV(scores="last")``, one
+the rebuilt rows it is what it was, where the policy merges without loss at that query (``KeepKV(judge="last")``, one
 query head a KV head). Between two such steps the cache is what it is without.
 """
 

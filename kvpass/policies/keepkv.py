@@ -29,7 +29,7 @@ from kvpass.policies.snapkv import SnapKV
 Gate = Literal["cos", "sigma", "cost"]
 Order = Literal["evict_first", "merge_first"]
 Orphan = Literal["drop", "absorb"]
-Scores = Literal["recent", "last"]
+Judge = Literal["recent", "last"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class KeepKV(Policy):
     negligible: float = 0.5
     # What judges while decoding: the queries of the last ``window`` tokens, or of the newest alone. The merge is
     # lossless at that one with one query head a KV head, ``orphan="absorb"``, ``negligible=0`` and no ``excess``.
-    scores: Scores = "recent"
+    judge: Judge = "recent"
     value_fit: bool = True  # refit values to the full attention output of the same queries
     ridge: float = 1e-3
 
@@ -101,7 +101,7 @@ class KeepKV(Policy):
             raise ValueError(f"threshold is a cosine in [-1, 1], got {self.threshold}")
         if self.max_votes < 1 or self.references < 0 or self.ridge <= 0 or self.excess < 0:
             raise ValueError("max_votes must be >= 1, references >= 0, ridge > 0 and excess >= 0")
-        for field, kinds in (("gate", Gate), ("order", Order), ("orphan", Orphan), ("scores", Scores)):
+        for field, kinds in (("gate", Gate), ("order", Order), ("orphan", Orphan), ("judge", Judge)):
             if getattr(self, field) not in get_args(kinds):
                 raise ValueError(f"{field} must be one of {', '.join(get_args(kinds))}, got {getattr(self, field)!r}")
         if self.sigma < 0:
@@ -113,7 +113,7 @@ class KeepKV(Policy):
 
     @property
     def recall(self) -> int | None:
-        return 1 if self.scores == "last" else self.window
+        return 1 if self.judge == "last" else self.window
 
     @property
     def needs_frames(self) -> bool:
@@ -193,7 +193,7 @@ class KeepKV(Policy):
         """The queries that weigh members."""
         if not self.references:
             return recent_queries(seen, self.window)
-        alone = seen.decoding and self.scores == "last"
+        alone = seen.decoding and self.judge == "last"
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin and not alone else seen
 
     def _merge(

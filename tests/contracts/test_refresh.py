@@ -13,7 +13,7 @@ from kvpass.policies.keepkv import KeepKV
 from tests.conftest import prompt
 
 # Nothing is lost: who resembles no kept entry still adds its votes, mass and value to the nearest.
-LOSSLESS = KeepKV(scores="last", orphan="absorb", negligible=0.0, excess=float("inf"), max_votes=1 << 20, window=4)
+LOSSLESS = KeepKV(judge="last", orphan="absorb", negligible=0.0, excess=float("inf"), max_votes=1 << 20, window=4)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def outputs(entries, q, scale):
 
 
 def test_refreshed_at_every_step_nothing_is_lost(make, tiny_model):
-    """With refresh=1 and KeepKV(scores="last") in a model of one query head a KV head, every step's logits equal the
+    """With refresh=1 and KeepKV(judge="last") in a model of one query head a KV head, every step's logits equal the
     full cache's, recomputing a step's attention on the compressed rows gives what it was, and votes are conserved."""
     model, ids = make("gpt2", LOSSLESS, budget=0.3, refresh=1), torch.cat([prompt(40), prompt(12, seed=1)], 1)
     cache = filled(model)
