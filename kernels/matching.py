@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 
-def fit_votes(mass: Tensor, target: Tensor, *, low: float, high: float, steps: int = 2, ridge: float = 1e-6) -> Tensor:
+def fit_votes(
+    mass: Tensor,
+    target: Tensor,
+    *,
+    low: float,
+    high: float,
+    steps: int = 2,
+    ridge: float = 1e-6,
+    gram: Tensor | None = None,
+) -> Tensor:
     """Weights w of keys with the least squared error of the denominator, ``exp(low) <= w <= exp(high)``.
 
     The least-squares solution is clamped, then improved by projected-gradient steps, as published. It is shrunk
@@ -20,12 +29,13 @@ def fit_votes(mass: Tensor, target: Tensor, *, low: float, high: float, steps: i
         mass: [rows, T, R] exp(logit - the query's largest logit); 0 for a key or query that does not take part.
         target: [rows, R] what the weighted masses should sum to.
         ridge: shrinkage over the squared spectral norm of ``mass``.
+        gram: [rows, T, T] fp64 products of the masses, where they are there already.
 
     Returns:
         [rows, T], 1 for a key without mass.
     """
     mass, target = mass.double(), target.double()
-    gram = torch.bmm(mass, mass.transpose(1, 2))
+    gram = torch.bmm(mass, mass.transpose(1, 2)) if gram is None else gram
     norm = spectral_norm(gram).clamp(min=torch.finfo(gram.dtype).tiny)
     # Shifted so that the prior is 0: solve for w - 1.
     pull = torch.bmm(mass, target.unsqueeze(-1)) - gram.sum(-1, keepdim=True)
@@ -54,15 +64,23 @@ def pursue(mass: Tensor, target: Tensor, count: int, *, rounds: int, low: float,
     """
     mass, target = mass.double(), target.double()
     chosen = torch.zeros(len(mass), dtype=torch.bool, device=mass.device)
-    left = target
-    while (missing := count - int(chosen.sum())) > 0:
+    picked = torch.empty(count, dtype=torch.int64, device=mass.device)
+    own = mass.new_empty(count, mass.shape[1])
+    gram = mass.new_empty(count, count)  # grows with the chosen: anew in each round it would be most of the work
+    left, done = target, 0
+    while done < count:
         gain = (mass @ left).masked_fill(chosen, -torch.inf)
-        order = gain.argsort(descending=True, stable=True)
-        chosen[order[: min(missing, -(-count // rounds))]] = True
-        own = mass[chosen]
-        weight = fit_votes(own[None], target[None], low=low, high=high)[0]
-        left = target - weight @ own
-    return chosen.nonzero().flatten()
+        more = gain.argsort(descending=True, stable=True)[: min(count - done, -(-count // rounds))]
+        end = done + len(more)
+        chosen[more], picked[done:end], own[done:end] = True, more, mass[more]
+        gram[done:end, :end] = own[done:end] @ own[:end].T
+        gram[:done, done:end] = gram[done:end, :done].T
+        done = end
+        if done < count:
+            found = gram[:done, :done].contiguous()
+            weight = fit_votes(own[None, :done], target[None], low=low, high=high, gram=found[None])[0]
+            left = target - weight @ own[:done]
+    return picked.sort().values
 
 
 def spectral_norm(gram: Tensor, steps: int = 8) -> Tensor:

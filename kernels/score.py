@@ -92,15 +92,16 @@ class Block:
     """
 
     at: slice  # which of the grouped queries
-    mass: Tensor  # [B*Hkv, N, r] exponentials relative to the query's largest logit, 0 where invisible
+    mass: Tensor  # [B*Hkv, N, r] exponentials relative to the query's largest logit, 0 where invisible; or a first part
     total: Tensor  # [B*Hkv, r] their sum over N; 1 for a query without mass
     log_z: Tensor  # [B*Hkv, r] log of the softmax denominator; +inf for a query without mass
 
 
-def attention_blocks(entries: Entries, seen: Observation, *, causal: bool) -> Iterator[Block]:
+def attention_blocks(entries: Entries, seen: Observation, *, causal: bool, narrow: bool = False) -> Iterator[Block]:
     """Softmax of the observed queries over all entries (log-votes included), a block of queries at a time.
 
-    With ``causal`` a query sees entries up to its own position; without, every valid entry.
+    With ``causal`` a query sees entries up to its own position; without, every valid entry. With ``narrow`` too, a
+    block's mass ends at the last entry that any of its queries sees: half the work where every query judges.
     """
     batch, kv_heads, slots, dim = entries.k.shape
     dtype = working_dtype(entries.k)
@@ -109,15 +110,18 @@ def attention_blocks(entries: Entries, seen: Observation, *, causal: bool) -> It
     votes = entries.log_votes.to(dtype).reshape(rows, slots, 1)
     voted = bool(votes.any())
     pos = entries.pos.reshape(rows, slots, 1)
+    reach = pos.flatten(1).cummax(1).values.amin(0) if causal and narrow and slots else None
     q, q_pos = grouped_queries(seen, kv_heads, dtype)
     width = max(1, BLOCK // max(1, rows * slots))
     width = width // LANES * LANES or width
     for start in range(0, q.shape[1], width):
         at = slice(start, min(start + width, q.shape[1]))
         turned = q[:, at].transpose(1, 2)
-        mass = torch.baddbmm(votes, k, turned) if voted else torch.bmm(k, turned)
+        count = slots if reach is None else max(1, int((reach <= q_pos[:, at].max()).sum()))
+        held = k[:, :count]
+        mass = torch.baddbmm(votes[:, :count], held, turned) if voted else torch.bmm(held, turned)
         if causal:
-            mass.masked_fill_(pos > q_pos[:, None, at], -torch.inf)
+            mass.masked_fill_(pos[:, :count] > q_pos[:, None, at], -torch.inf)
         peak = mass.amax(1, keepdim=True)
         blind = peak.isneginf() | (q_pos[:, None, at] < 0)
         mass = exp_(mass.sub_(peak.masked_fill(blind, torch.inf)))
@@ -137,8 +141,8 @@ def attention_mass(entries: Entries, seen: Observation, *, causal: bool = True, 
     width = seen.q.shape[2]
     mass = entries.k.new_zeros(batch * kv_heads, slots, group, dtype=working_dtype(entries.k))
     head = torch.eye(group, dtype=mass.dtype, device=mass.device).repeat_interleave(width, 0)
-    for block in attention_blocks(entries, seen, causal=causal):
-        mass.baddbmm_(block.mass, head[block.at] / block.total.unsqueeze(-1))
+    for block in attention_blocks(entries, seen, causal=causal, narrow=True):
+        mass[:, : block.mass.shape[1]].baddbmm_(block.mass, head[block.at] / block.total.unsqueeze(-1))
     mass = mass.reshape(batch, kv_heads, slots, group).transpose(2, 3)
     return mass if per_head else mass.sum(2)
 

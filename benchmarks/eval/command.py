@@ -27,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples", type=int, default=default.samples, help="of each task at each length (default: %(default)s)"
     )
     parser.add_argument(
+        "--few",
+        type=_few,
+        action="append",
+        metavar="POLICY=N",
+        help="measure a slow policy on N samples of each task at each length only; repeatable",
+    )
+    parser.add_argument("--minutes", type=float, help="begin no sample after them, and say how many were not reached")
+    parser.add_argument(
         "--protocol",
         choices=("aware", "agnostic"),
         default="aware",
@@ -72,6 +80,8 @@ def command(args: argparse.Namespace) -> int:
         tasks=tuple(args.task or default.tasks),
         lengths=tuple(args.length or default.lengths),
         samples=args.samples,
+        few=tuple(args.few or ()),
+        minutes=args.minutes,
         seed=args.seed,
         data=args.data,
         jsonl=args.jsonl,
@@ -92,6 +102,12 @@ def command(args: argparse.Namespace) -> int:
         plot(result, args.out / "quality.png")
     print(text if args.json else shown)
     return 0
+
+
+def _few(text: str) -> tuple[str, int]:
+    """``("h2o", 4)`` of "h2o=4"."""
+    policy, _, count = text.partition("=")
+    return policy, int(count)
 
 
 def _list(values) -> str:

@@ -124,6 +124,7 @@ class Recording:
     full: Tensor  # [T, V] log-probabilities at the scored tokens
     without: Tensor  # [T, V] the same without the context
     rehearsed: dict[tuple[int, ...], list[Queries]] = field(default_factory=dict)
+    known: dict[tuple, tuple] = field(default_factory=dict, repr=False)  # what policies have in common
 
     @property
     def middle(self) -> list[Entries]:

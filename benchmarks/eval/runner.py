@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -61,13 +63,14 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
         raise ValueError(f"{longest} tokens of prompt and answer are more than the model's {limit} positions")
     meta = _meta(settings, model)
     wanted = {name: policies.get(name) for name in settings.policies or policies.POLICIES}
-    plan = tuple((name, policy, budget) for name, policy in wanted.items() for budget in settings.budgets)
     identity = (meta["model_hash"], meta["code"], settings.protocol)
-    jobs, found = [], {}
+    jobs, found, made = [], {}, Counter()
     samples, unmade = _samples(settings, tokenizer)
     for length, sample in samples:
         shard = Shard.of(out / "shards", *identity, length, sample)
         done = shard.read()
+        plan = _plan(settings, wanted, made[length, sample.task])
+        made[length, sample.task] += 1
         left = tuple(item for item in plan if not any(_is(row, item) for row in done))
         jobs.append(Job(sample, length, shard, plan, settings.protocol))
         found[jobs[-1].shard] = done if not left or _skipped(done) else None
@@ -76,14 +79,25 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
         if not loaded:
             torch.set_num_threads(1)  # as in a worker, so that the figures are the same
         instrument = Instrument.of(model, wanted.values()) if todo else None
-        results = ((job, measure(job, instrument, tokenizer)) for job in todo)
+        results = ((job, measure(job, instrument, tokenizer)) for job in _in_time(todo, settings))
     else:
         del model
         results = _spread(todo, settings, tuple(wanted.values()))
     for job, measured in bar(results, "samples", total=len(todo)):
         found[job.shard] = measured
-    result = _result(settings, meta, jobs, found, plan, time.perf_counter() - started)
-    return result | {"skipped": unmade + result["skipped"]}
+    meta["policies"] = {name: repr(policy) for name, policy in wanted.items()}
+    meta["seconds"] = time.perf_counter() - started
+    measured, skipped = _collected(jobs, found)
+    few = {name for name, _ in settings.few}
+    summary = summarise(measured, settings.seed, few)
+    return {"meta": meta, "rows": measured, "skipped": unmade + skipped, "summary": summary}
+
+
+def _plan(settings: Settings, wanted: Mapping[str, Policy], place: int) -> tuple[tuple[str, Policy, float | int], ...]:
+    """What is measured on the sample number ``place`` of its task and length."""
+    few = dict(settings.few)
+    here = {name: policy for name, policy in wanted.items() if place < few.get(name, place + 1)}
+    return tuple((name, policy, budget) for name, policy in here.items() for budget in settings.budgets)
 
 
 def measure(job: Job, instrument: Instrument, tokenizer) -> list[dict]:
@@ -119,7 +133,7 @@ def _samples(settings: Settings, tokenizer) -> tuple[list[tuple[int, Sample]], l
         own = ((length, tasks.own(settings.jsonl, tokenizer, length)) for length in settings.lengths)
         return [(length, sample) for length, samples in own for sample in samples], []
     made, skipped = [], []
-    plan = [(length, task) for length in settings.lengths for task in settings.tasks]
+    plan = [(length, task) for task in settings.tasks for length in settings.lengths]
     for length, task in bar(plan, "making samples"):
         try:
             samples = TASKS[task](tokenizer, length, settings.samples, settings.seed, settings.data)
@@ -140,6 +154,15 @@ def _skipped(done: Sequence[dict]) -> bool:
     return any("skipped" in row for row in done)
 
 
+def _in_time(jobs: Sequence[Job], settings: Settings) -> Iterator[Job]:
+    """The jobs, until the minutes given are over."""
+    started = time.perf_counter()
+    for job in jobs:
+        if settings.minutes is not None and time.perf_counter() - started > 60 * settings.minutes:
+            return
+        yield job
+
+
 _worker: tuple[Instrument, object] | None = None  # of this process, where it is a worker
 
 
@@ -150,9 +173,15 @@ def _spread(jobs: Sequence[Job], settings: Settings, wanted: tuple[Policy, ...])
         settings.jobs, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings.model, wanted)
     )
     try:
-        waiting = {pool.submit(_work, job): job for job in jobs}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        coming = _in_time(jobs, settings)
+        waiting: dict[Future, Job] = {}
+        while True:
+            for job in islice(coming, settings.jobs - len(waiting)):
+                waiting[pool.submit(_work, job)] = job
+            if not waiting:
+                return
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(future), future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         for name, value in before.items():
@@ -187,20 +216,20 @@ def _meta(settings: Settings, model) -> dict:
     }
 
 
-def _result(settings: Settings, meta: dict, jobs: Sequence[Job], found: dict, plan, seconds: float) -> dict:
-    order = {(name, budget): at for at, (name, _, budget) in enumerate(plan)}
+def _collected(jobs: Sequence[Job], found: dict[Shard, list[dict] | None]) -> tuple[list[dict], list[dict]]:
+    """Rows in the order of the jobs, and what has none with the reason."""
     measured, skipped = [], []
     for job in jobs:
-        chosen = [row for row in found[job.shard] if any(_is(row, item) for item in plan)]
+        rows = found[job.shard]
+        if rows is None:
+            head = {"length": job.length, "task": job.sample.task, "id": job.sample.id}
+            skipped.append(head | {"skipped": "not reached in the minutes given"})
+            continue
+        order = {(name, budget): at for at, (name, _, budget) in enumerate(job.plan)}
+        chosen = [row for row in rows if any(_is(row, item) for item in job.plan)]
         measured += sorted(chosen, key=lambda row: order[row["policy"], row["budget"]])
-        skipped += [row for row in found[job.shard] if "skipped" in row][:1]
-    meta = meta | {"policies": {name: repr(policy) for name, policy, _ in plan}, "seconds": seconds}
-    return {
-        "meta": meta,
-        "rows": measured,
-        "skipped": skipped,
-        "summary": summarise(measured, settings.seed),
-    }
+        skipped += [row for row in rows if "skipped" in row][:1]
+    return measured, skipped
 
 
 def without_times(result: dict) -> dict:

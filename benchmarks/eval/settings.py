@@ -37,6 +37,8 @@ class Settings:
     seed: int = 0
     data: Path | None = None  # data files for the tasks that read some
     jsonl: Path | None = None  # own questions, instead of tasks
+    few: tuple[tuple[str, int], ...] = ()  # policies measured on only so many samples of each task at each length
+    minutes: float | None = None  # after them no sample is begun
     jobs: int = 2  # processes with one thread each
     protocol: Protocol = Protocol()
 
@@ -54,10 +56,15 @@ class Settings:
         for name, value in [*counts, *(("length", length) for length in self.lengths)]:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be above 0, got {self.minutes}")
         for budget in self.budgets:
             Budget.parse(budget)
-        for policy in self.policies:
+        for policy in (*self.policies, *dict(self.few)):
             policies.get(policy)
+        for policy, count in self.few:
+            if count < 1 or (self.policies and policy not in self.policies):
+                raise ValueError(f"few is a measured policy and at least one sample, got {policy}={count}")
         for task in self.tasks:
             if task not in TASKS:
                 raise ValueError(f"unknown task {task!r}; known tasks: {', '.join(TASKS)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -25,13 +25,14 @@ def interval(values: np.ndarray, draws: np.ndarray, weights: np.ndarray | None =
     return [float(values.sum() / weights.sum()), float(low), float(high)]
 
 
-def summarise(rows: Sequence[dict], seed: int) -> list[dict]:
+def summarise(rows: Sequence[dict], seed: int, few: Collection[str] = ()) -> list[dict]:
     """One entry for each family and each task, by length, budget and policy.
 
-    Samples are resampled together for all policies, and only those that every policy was measured on count. Entries
-    hold ``n``, ``[mean, low, high]`` of ``kl``, ``nll``, ``delta``, ``agreement`` and ``retention`` (None where the
-    context is worth nothing), ``kl_above_best``, ``rank`` by mean KL (None for policies that know the future),
-    ``kept`` (share of exact answers among the ``solved`` that the full cache gives exactly), and the mean bytes.
+    Samples are resampled together for all policies, and only those that every policy was measured on count, but that
+    policies in ``few`` may lack some: they have ``n`` of their own and no rank. Entries hold ``n``,
+    ``[mean, low, high]`` of ``kl``, ``nll``, ``delta``, ``agreement`` and ``retention`` (None where the context is
+    worth nothing), ``kl_above_best``, ``rank`` by mean KL (None, too, for policies that know the future), ``kept``
+    (share of exact answers among the ``solved`` that the full cache gives exactly), and the mean bytes.
     """
     summary = []
     for by in ("family", "task"):
@@ -41,27 +42,30 @@ def summarise(rows: Sequence[dict], seed: int) -> list[dict]:
             cell.setdefault(row["policy"], {})[row["task"], row["id"]] = row
         for (name, length, budget), cell in groups.items():
             head = {"by": by, "group": name, "length": length, "budget": budget}
-            summary += [head | entry for entry in _entries(cell, seed)]
+            summary += [head | entry for entry in _entries(cell, seed, few)]
     return summary
 
 
-def _entries(cell: dict[str, dict[tuple, dict]], seed: int) -> list[dict]:
-    shared = [key for key in next(iter(cell.values())) if all(key in own for own in cell.values())]
+def _entries(cell: dict[str, dict[tuple, dict]], seed: int, few: Collection[str]) -> list[dict]:
+    whole = {policy: own for policy, own in cell.items() if policy not in few} or cell
+    shared = [key for key in next(iter(whole.values())) if all(key in own for own in whole.values())]
     if not shared:
         return []
-    draws = np.random.default_rng(seed).integers(0, len(shared), (RESAMPLES, len(shared)))
-    columns = {policy: [own[key] for key in shared] for policy, own in cell.items()}
-    kl = {policy: np.array([row["kl"] for row in own]) for policy, own in columns.items()}
-    rivals = [policy for policy, own in columns.items() if not own[0]["future"]]
-    best = min(rivals or columns, key=lambda policy: kl[policy].mean())
+    columns = {policy: [own[key] for key in shared if key in own] for policy, own in cell.items()}
+    columns = {policy: own for policy, own in columns.items() if own}
+    kl = {policy: {(row["task"], row["id"]): row["kl"] for row in own} for policy, own in columns.items()}
+    mean = {policy: np.mean([*own.values()]) for policy, own in kl.items()}
+    rivals = [policy for policy, own in columns.items() if len(own) == len(shared) and not own[0]["future"]]
+    best = min(rivals or columns, key=mean.get)
     entries = []
     for policy, own in columns.items():
-        mean = kl[policy].mean()
-        rank = 1 + sum(bool(kl[rival].mean() < mean) for rival in rivals) if policy in rivals else None
+        draws = np.random.default_rng(seed).integers(0, len(own), (RESAMPLES, len(own)))
+        above = np.array([value - kl[best][key] for key, value in kl[policy].items() if key in kl[best]])
+        rank = 1 + sum(bool(mean[rival] < mean[policy]) for rival in rivals) if policy in rivals else None
         entries.append(
-            {"policy": policy, "n": len(shared), "rank": rank, "best": best}
+            {"policy": policy, "n": len(own), "rank": rank, "best": best}
             | {name: interval(_column(own, name), draws) for name in ("kl", "nll", "delta", "agreement")}
-            | {"kl_above_best": interval(kl[policy] - kl[best], draws), "retention": _retention(own, draws)}
+            | {"kl_above_best": interval(above, draws), "retention": _retention(own, draws)}
             | _answers(own)
             | {name: float(_column(own, name).mean()) for name in ("entries", "bytes", "bytes_full", "nll_full")}
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from tabulate import tabulate
@@ -33,12 +34,17 @@ def _figure_tables(result: dict, by: str, figure: str) -> Iterator[str]:
     for (group, length), entries in groups(result, by).items():
         if all(entry[figure] is None for entry in entries):
             continue
-        title = f"{group}, {length} tokens, {entries[0]['n']} samples: {FIGURES[figure]}"
+        title = f"{group}, {length} tokens, {_most(entries)['n']} samples: {FIGURES[figure]}"
         yield title + "\n" + _grid(entries, lambda entry, figure=figure: _cell(entry, figure))
 
 
+def _most(entries: Sequence[dict]) -> dict:
+    """An entry of all samples."""
+    return max(entries, key=lambda entry: entry["n"])
+
+
 def _grid(entries: Sequence[dict], cell: Callable[[dict], str]) -> str:
-    """Policies down, budgets across; the best mean rank first, policies that know the future last."""
+    """Policies down, budgets across; the best mean rank first, policies without a rank last."""
     budgets = list(dict.fromkeys(entry["budget"] for entry in entries))
     policies = dict.fromkeys(entry["policy"] for entry in entries)
     ranks = {name: [entry["rank"] for entry in entries if entry["policy"] == name] for name in policies}
@@ -48,8 +54,10 @@ def _grid(entries: Sequence[dict], cell: Callable[[dict], str]) -> str:
         return sum(known) / len(known) if known else float("inf")
 
     at = {(entry["policy"], entry["budget"]): entry for entry in entries}
+    count = {entry["policy"]: entry["n"] for entry in entries}
+    said = {name: f" ({count[name]} samples)" if count[name] < _most(entries)["n"] else "" for name in policies}
     lines = [
-        [name, *(cell(at[name, budget]) if (name, budget) in at else "" for budget in budgets)]
+        [name + said[name], *(cell(at[name, budget]) if (name, budget) in at else "" for budget in budgets)]
         for name in sorted(policies, key=place)
     ]
     return tabulate(lines, ["policy", *(f"budget {budget:g}" for budget in budgets)], disable_numparse=True)
@@ -69,13 +77,17 @@ def _answer_tables(result: dict, by: str) -> Iterator[str]:
     for (group, length), entries in groups(result, by).items():
         if group == "language" or all(entry["group"] == "pydoc" for entry in entries):
             continue
-        solved, count = entries[0]["solved"], entries[0]["n"]
+        solved, count = (_most(entries)[name] for name in ("solved", "n"))
         title = f"{group}, {length} tokens: answers kept word for word"
         if not solved:
             yield f"{title}: the full cache gives none of {count}, so there is nothing to keep"
             continue
         title += f", of the {solved} of {count} that the full cache gives"
-        yield title + "\n" + _grid(entries, lambda entry: f"{100 * entry['kept']:.0f} %" + _score(entry))
+        yield title + "\n" + _grid(entries, lambda entry: _kept(entry) + _score(entry))
+
+
+def _kept(entry: dict) -> str:
+    return "–" if entry["kept"] is None else f"{100 * entry['kept']:.0f} %"
 
 
 def _score(entry: dict) -> str:
@@ -90,13 +102,14 @@ def _footer(result: dict) -> str:
     lines = [
         f"{settings['model']}, {meta['dtype']}, question-{meta['protocol']}; seed {settings['seed']}.",
         "[95 % interval of 2,000 paired resamples of the samples], rank by mean KL; = not told apart from the best;",
-        "policies without a rank know the future. Task scores of this model are not comparable with published ones.",
+        "policies without a rank know the future, or were measured on fewer samples.",
+        "Task scores of this model are not comparable with published ones.",
     ]
     for budget in settings["budgets"]:
         stored = [entry for entry in result["summary"] if entry["budget"] == budget and entry["by"] == "family"]
         if stored:
             shares = [100 * entry["bytes"] / entry["bytes_full"] for entry in stored]
             lines.append(f"budget {budget:g}: {min(shares):.1f}–{max(shares):.1f} % of the full cache's bytes")
-    if result["skipped"]:
-        lines.append(f"{len(result['skipped'])} samples skipped: {result['skipped'][0]['skipped']}")
+    for reason, count in Counter(sample["skipped"] for sample in result["skipped"]).items():
+        lines.append(f"{count} samples skipped: {reason}")
     return "\n".join(lines)

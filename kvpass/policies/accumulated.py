@@ -17,11 +17,10 @@ from kvpass.policies.base import Policy
 
 
 @dataclass(frozen=True)
-class Accumulated(Policy):
-    """Every query of the prompt judges, each seeing what precedes it; how a row's quota is spent is
-    :meth:`build`'s choice."""
+class EveryQuery(Policy):
+    """Every query of the prompt judges, each seeing what precedes it."""
 
-    prompt_only: ClassVar[tuple[str, ...]] = ("mass",)
+    field_free: ClassVar[tuple[str, ...]] = ("mass",)
 
     def observe(self, length: int) -> int:
         return length
@@ -29,6 +28,13 @@ class Accumulated(Policy):
     def mass(self, entries: Entries, seen: Observation) -> Tensor:
         """[B, Hkv, N] fp32: softmax mass summed over queries and the group's heads, 0 for unused slots."""
         return attention_mass(entries, seen, causal=True).float()
+
+
+@dataclass(frozen=True)
+class Accumulated(EveryQuery):
+    """How a row's quota is spent is :meth:`build`'s choice, all rows of the model being shared out first."""
+
+    prompt_only: ClassVar[tuple[str, ...]] = ()
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
         return _newest_first(entries, self.mass(entries, seen))

@@ -33,6 +33,8 @@ class Policy(ABC):
     wants: ClassVar[str] = "prompt"  # whose queries judge: the prompt's | a rehearsal's | the continuation's
     # Methods whose result does not depend on the budget: an evaluation at several budgets runs them once.
     prompt_only: ClassVar[tuple[str, ...]] = ("scores",)
+    # Those that besides read no field: it runs them once for all policies that have the same method.
+    field_free: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.sinks < 0:

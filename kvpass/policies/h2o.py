@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import attention_mass
-from kvpass.policies.base import Policy
+from kvpass.policies.accumulated import EveryQuery
 
 
 @dataclass(frozen=True)
-class H2O(Policy):
+class H2O(EveryQuery):
     """Causal softmax mass received from every query of the prompt, summed over queries and the group's heads.
 
     Half of a row's quota (the odd entry too) is its newest tokens, the rest its heaviest others; no sinks by rule.
@@ -33,12 +32,8 @@ class H2O(Policy):
         if not 0 <= self.recent <= 1:
             raise ValueError(f"recent is a share in [0, 1], got {self.recent}")
 
-    def observe(self, length: int) -> int:
-        return length
-
     def score(self, entries: Entries, seen: Observation) -> Tensor:
-        mass = attention_mass(entries, seen, causal=True).float()
-        return self.pin(entries, mass, 1)
+        return self.pin(entries, self.mass(entries, seen), 1)
 
     def select(self, score: Tensor, quota: Tensor) -> Tensor:
         valid = ~score.isneginf()

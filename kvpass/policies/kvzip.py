@@ -75,7 +75,8 @@ class KVzip(Policy):
                 own = (seen.own_pos[0] >= start) & (seen.own_pos[0] < start + size)
                 judges = replace(judges, own_k=seen.own_k[:, :, own], own_pos=seen.own_pos[:, own])
             most = score.new_zeros(index.shape[1:])
-            for block in attention_blocks(with_own(entries.take(index, used), judges), judges, causal=True):
+            asked = with_own(entries.take(index, used), judges)
+            for block in attention_blocks(asked, judges, causal=True, narrow=True):
                 weight = (block.mass[:, : most.shape[-1]] / block.total.unsqueeze(1)).amax(-1)
                 most = torch.maximum(most, weight.to(most.dtype))
             # An unused slot points at the row's first entry.

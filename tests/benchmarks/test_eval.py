@@ -5,11 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from kvpass.benchmarks.eval import trial
 from kvpass.benchmarks.eval.compare import compare
 from kvpass.benchmarks.eval.metrics import fidelity
+from kvpass.benchmarks.eval.prepare import Prepared
 from kvpass.benchmarks.eval.record import Instrument, record
 from kvpass.benchmarks.eval.settings import Protocol
 from kvpass.benchmarks.tasks import Sample, encode
+from kvpass.budget import Budget
 from kvpass.policies import POLICIES, SnapKV, get
 from tests.conftest import greedy
 
@@ -144,10 +147,16 @@ def test_fidelity_by_hand():
 
 
 def test_shared_work_changes_nothing(tiny_model):
-    """What a policy computes once for all budgets gives what each budget gives alone, and its time is counted."""
+    """What is computed once for all budgets, or all policies, gives what each gives alone, and its time is counted."""
     policies = {name: get(name) for name in POLICIES}
     together = compare(policies, [0.5, 0.2], [QUESTION], tiny_model())
     for at, budget in enumerate((0.5, 0.2)):
         alone = compare(policies, [budget], [QUESTION], tiny_model())
         assert [row["kl"] for row in together[at::2]] == [row["kl"] for row in alone]
     assert all(row["seconds"]["compress"] > 0 for row in together)
+    instrument = Instrument.of(tiny_model(), [])
+    recording = record(instrument, encode(QUESTION, None), aware=True, free=True)
+    first, second = (Prepared.of(recording, get(name)) for name in ("h2o", "d2o"))
+    for prepared in (first, second):
+        trial.compress(recording, prepared, Budget.parse(0.5))
+    assert first.spared == 0 < second.spared and len(recording.known) == 2  # attention sums of two layers

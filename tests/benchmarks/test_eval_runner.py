@@ -134,6 +134,20 @@ def test_command(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+def test_few_and_minutes(finished, tiny_model, tmp_path):
+    """A slow policy is measured on fewer samples and the table says so, as it does of samples that were not reached."""
+    result = run(dataclasses.replace(SETTINGS, few=(("oracle", 1),)), tmp_path, (tiny_model(), None))
+    own = [row for row in finished[1]["rows"] if row["policy"] != "oracle" or row["id"] == result["rows"][0]["id"]]
+    assert [(row["policy"], row["id"], row["kl"]) for row in result["rows"]] == [
+        (row["policy"], row["id"], row["kl"]) for row in own
+    ]
+    assert "oracle (1 samples)" in tables.tables(result)
+    late = dataclasses.replace(SETTINGS, minutes=1e-9, samples=4)
+    result = run(late, finished[0], (tiny_model(), None))
+    assert [sample["skipped"] for sample in result["skipped"]] == ["not reached in the minutes given"] * 4
+    assert "4 samples skipped: not reached in the minutes given" in tables.tables(result)
+
+
 @pytest.mark.slow
 def test_workers(finished, tmp_path):
     """Two worker processes give what one gives."""
@@ -183,3 +197,6 @@ def test_summary_by_hand():
     assert a["retention"] == pytest.approx([0.5, 0.5, 0.5]) and seer["retention"][0] == 1
     assert (a["solved"], a["kept"]) == (2, 0.5) and (b["solved"], b["kept"]) == (1, 0)
     assert summary["language", "a"]["kl"] == [7, 7, 7]
+    lacking = {e["policy"]: e for e in summarise(rows[1:6], 0, few=("a",)) if e["by"] == "family"}
+    assert (lacking["a"]["n"], lacking["a"]["rank"], lacking["b"]["n"], lacking["b"]["rank"]) == (1, None, 2, 1)
+    assert lacking["a"]["kl_above_best"][0] == -1  # against b on the one sample that both have
