@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -77,8 +78,10 @@ def test_the_page_shows_every_token_and_its_kind(saved, tmp_path, capsys):
     assert [int(pos) for *_, pos, _ in spans] == list(range(41))
     assert [int(pos) for kind, _, pos, _ in spans if kind == "exact"] == sorted(row["exact"])
     told = {int(pos): said for _, said, pos, _ in spans}
-    for pos, count, _ in row["other"]:
+    for pos, count, vote in row["other"]:
         assert f"{count} tokens" in told[pos] or count == 1
+        each = re.search(r"votes, (\S+) a token", told[pos])
+        assert count == 1 or float(each[1]) == pytest.approx(math.exp(vote) / count, rel=0.01)
     assert f"Layer {layer}, KV head 1: {len(row['exact']) + len(row['other'])} entries for 41 tokens" in shown
     cells = re.findall(r"<td[^>]*>(\d+)</td>", shown)
     assert [int(cell) for cell in cells] == [
