@@ -35,10 +35,14 @@ lint: $(STAMP)
 bench: $(STAMP)  ## compiled against eager at 8,192 tokens
 	$(BIN)/kvpass bench
 
-eval: $(STAMP)  ## quality of every policy at 2k and 4k tokens; hours on two cores, and a killed run goes on where it was
-	$(EVAL) --length 2048 --length 4096 --samples 13 --out results/eval
+# 26 samples of each of five tasks. What grows with the square of the length, or takes minutes to fit, has fewer.
+STANDARD := --length 2048 --samples 20 --length 4096 --samples 6 --gold 64
+STANDARD += --few kvzip=2 --few matching=2 --few matching_omp=1 --few gracekv=6
 
-eval-full: eval  ## all tasks, both protocols, everything charged as well, and generated answers
+eval: $(STAMP)  ## quality of every policy at 2k and 4k tokens, in 90 minutes; a killed run goes on where it was
+	$(EVAL) $(STANDARD) --out results/eval
+
+eval-full: eval  ## hours: all tasks, both protocols, everything charged as well, and generated answers
 	$(EVAL) --length 2048 --length 4096 --samples 16 --protocol agnostic --out results/eval-agnostic
 	$(EVAL) --length 2048 --samples 16 --free none --out results/eval-charged
 	$(EVAL) $(addprefix --task ,$(FULL)) --length 4096 --samples 12 --generate --by task --out results/eval-tasks

@@ -20,18 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--budget", budget, f"fraction, or above 1 entries per row; repeatable (default: {_list(default.budgets)})"),
         ("--task", str, f"repeatable (default: {_list(default.tasks)})"),
         ("--length", int, f"tokens of the prompts; repeatable (default: {_list(default.lengths)})"),
+        ("--samples", int, f"of each task at each length; repeated: one a length (default: {_list(default.samples)})"),
     ):
         parser.add_argument(flag, type=kind, action="append", help=text)
     parser.add_argument("--model", default=default.model, help="a name or a checkpoint's directory (default: smollm2)")
-    parser.add_argument(
-        "--samples", type=int, default=default.samples, help="of each task at each length (default: %(default)s)"
-    )
     parser.add_argument(
         "--few",
         type=_few,
         action="append",
         metavar="POLICY=N",
-        help="measure a slow policy on N samples of each task at each length only; repeatable",
+        help="measure a slow policy on N samples of each family at each length only, its tasks in turn; repeatable",
     )
     parser.add_argument("--minutes", type=float, help="begin no sample after them, and say how many were not reached")
     parser.add_argument(
@@ -79,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
         budgets=tuple(args.budget or default.budgets),
         tasks=tuple(args.task or default.tasks),
         lengths=tuple(args.length or default.lengths),
-        samples=args.samples,
+        samples=tuple(args.samples or default.samples),
         few=tuple(args.few or ()),
         minutes=args.minutes,
         seed=args.seed,

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import platform
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -64,13 +64,12 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
     meta = _meta(settings, model)
     wanted = {name: policies.get(name) for name in settings.policies or policies.POLICIES}
     identity = (meta["model_hash"], meta["code"], settings.protocol)
-    jobs, found, made = [], {}, Counter()
+    jobs, found = [], {}
     samples, unmade = _samples(settings, tokenizer)
-    for length, sample in samples:
+    for place, (length, sample) in zip(_places(samples), samples, strict=True):
         shard = Shard.of(out / "shards", *identity, length, sample)
         done = shard.read()
-        plan = _plan(settings, wanted, made[length, sample.task])
-        made[length, sample.task] += 1
+        plan = _plan(settings, wanted, place)
         left = tuple(item for item in plan if not any(_is(row, item) for row in done))
         jobs.append(Job(sample, length, shard, plan, settings.protocol))
         found[jobs[-1].shard] = done if not left or _skipped(done) else None
@@ -93,8 +92,19 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
     return {"meta": meta, "rows": measured, "skipped": unmade + skipped, "summary": summary}
 
 
+def _places(samples: Sequence[tuple[int, Sample]]) -> Iterator[int]:
+    """The place of each sample in its family and length, whose tasks take turns."""
+    tasks, made = defaultdict(dict), Counter()
+    for length, sample in samples:
+        tasks[length, sample.family].setdefault(sample.task, len(tasks[length, sample.family]))
+    for length, sample in samples:
+        turns = tasks[length, sample.family]
+        yield made[length, sample.task] * len(turns) + turns[sample.task]
+        made[length, sample.task] += 1
+
+
 def _plan(settings: Settings, wanted: Mapping[str, Policy], place: int) -> tuple[tuple[str, Policy, float | int], ...]:
-    """What is measured on the sample number ``place`` of its task and length."""
+    """What is measured on the sample at ``place``."""
     few = dict(settings.few)
     here = {name: policy for name, policy in wanted.items() if place < few.get(name, place + 1)}
     return tuple((name, policy, budget) for name, policy in here.items() for budget in settings.budgets)
@@ -133,10 +143,12 @@ def _samples(settings: Settings, tokenizer) -> tuple[list[tuple[int, Sample]], l
         own = ((length, tasks.own(settings.jsonl, tokenizer, length)) for length in settings.lengths)
         return [(length, sample) for length, samples in own for sample in samples], []
     made, skipped = [], []
-    plan = [(length, task) for task in settings.tasks for length in settings.lengths]
-    for length, task in bar(plan, "making samples"):
+    counts = settings.samples * (len(settings.lengths) if len(settings.samples) == 1 else 1)
+    sized = list(zip(settings.lengths, counts, strict=True))
+    plan = [(length, count, task) for task in settings.tasks for length, count in sized]
+    for length, count, task in bar(plan, "making samples"):
         try:
-            samples = TASKS[task](tokenizer, length, settings.samples, settings.seed, settings.data)
+            samples = TASKS[task](tokenizer, length, count, settings.seed, settings.data)
             made += [(length, sample) for sample in samples]
         except ValueError as reason:
             skipped.append({"length": length, "task": task, "skipped": str(reason)})

@@ -33,11 +33,11 @@ class Settings:
     budgets: tuple[float | int, ...] = (0.5, 0.2, 0.1, 0.05)
     tasks: tuple[str, ...] = ("language", "niah_single_2", "niah_multikey_1", "niah_multivalue", "vt")
     lengths: tuple[int, ...] = (2048,)  # tokens of the prompt, at most
-    samples: int = 8  # of each task at each length
+    samples: tuple[int, ...] = (8,)  # of each task at each length, or one number for each length
     seed: int = 0
     data: Path | None = None  # data files for the tasks that read some
     jsonl: Path | None = None  # own questions, instead of tasks
-    few: tuple[tuple[str, int], ...] = ()  # policies measured on only so many samples of each task at each length
+    few: tuple[tuple[str, int], ...] = ()  # policies measured on only so many samples of a family at each length
     minutes: float | None = None  # after them no sample is begun
     jobs: int = 2  # processes with one thread each
     protocol: Protocol = Protocol()
@@ -52,10 +52,13 @@ class Settings:
         from kvpass.benchmarks.tasks import TASKS
         from kvpass.budget import Budget
 
-        counts = [("samples", self.samples), ("jobs", self.jobs), ("gold", self.protocol.gold)]
-        for name, value in [*counts, *(("length", length) for length in self.lengths)]:
+        counts = [("jobs", self.jobs), ("gold", self.protocol.gold)]
+        counts += [(name, value) for name in ("samples", "lengths") for value in getattr(self, name)]
+        for name, value in counts:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if len(self.samples) not in (1, len(self.lengths)):
+            raise ValueError(f"samples must be one number or one for each length, got {list(self.samples)}")
         if self.minutes is not None and not self.minutes > 0:
             raise ValueError(f"minutes must be above 0, got {self.minutes}")
         for budget in self.budgets:

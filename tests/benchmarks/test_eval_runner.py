@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ SETTINGS = Settings(
     budgets=(0.5, 0.2),
     tasks=("pydoc",),
     lengths=(100,),
-    samples=3,
+    samples=(3,),
     jobs=1,
     protocol=Protocol(gold=24),
 )
@@ -134,6 +135,19 @@ def test_command(tmp_path, capsys):
         assert reason in capsys.readouterr().err
 
 
+def test_samples_a_length(tiny_model, tmp_path):
+    """Each length may have a number of samples of its own; tasks of a family take turns where a policy has few."""
+    settings = dataclasses.replace(SETTINGS, lengths=(100, 120), samples=(2, 1), few=(("oracle", 3),))
+    settings = dataclasses.replace(settings, tasks=("pydoc", "language"), budgets=(0.5,))
+    rows = run(settings, tmp_path, (tiny_model(), None))["rows"]
+    wanted = {("pydoc", 100): 2, ("language", 100): 1, ("pydoc", 120): 1, ("language", 120): 1}
+    assert Counter((row["task"], row["length"]) for row in rows if row["policy"] == "oracle") == wanted
+    wanted = {(task, length): 2 if length == 100 else 1 for task, length in wanted}
+    assert Counter((row["task"], row["length"]) for row in rows if row["policy"] == "snapkv") == wanted
+    with pytest.raises(ValueError, match="one number or one for each length"):
+        run(dataclasses.replace(settings, samples=(1, 2, 3)), tmp_path, (tiny_model(), None))
+
+
 def test_few_and_minutes(finished, tiny_model, tmp_path):
     """A slow policy is measured on fewer samples and the table says so, as it does of samples that were not reached."""
     result = run(dataclasses.replace(SETTINGS, few=(("oracle", 1),)), tmp_path, (tiny_model(), None))
@@ -142,7 +156,7 @@ def test_few_and_minutes(finished, tiny_model, tmp_path):
         (row["policy"], row["id"], row["kl"]) for row in own
     ]
     assert "oracle (1 samples)" in tables.tables(result)
-    late = dataclasses.replace(SETTINGS, minutes=1e-9, samples=4)
+    late = dataclasses.replace(SETTINGS, minutes=1e-9, samples=(4,))
     result = run(late, finished[0], (tiny_model(), None))
     assert [sample["skipped"] for sample in result["skipped"]] == ["not reached in the minutes given"] * 4
     assert "4 samples skipped: not reached in the minutes given" in tables.tables(result)
