@@ -64,7 +64,7 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
     meta = _meta(settings, model)
     wanted = {name: policies.get(name) for name in settings.policies or policies.POLICIES}
     identity = (meta["model_hash"], meta["code"], settings.protocol)
-    jobs, found = [], {}
+    jobs, todo, found = [], [], {}
     samples, unmade = _samples(settings, tokenizer)
     for place, (length, sample) in zip(_places(samples), samples, strict=True):
         shard = Shard.of(out / "shards", *identity, length, sample)
@@ -72,8 +72,9 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
         plan = _plan(settings, wanted, place)
         left = tuple(item for item in plan if not any(_is(row, item) for row in done))
         jobs.append(Job(sample, length, shard, plan, settings.protocol))
-        found[jobs[-1].shard] = done if not left or _skipped(done) else None
-    todo = [job for job in jobs if found[job.shard] is None]
+        found[shard] = done
+        if left and not _skipped(done):
+            todo.append(jobs[-1])
     if loaded or settings.jobs == 1 or len(todo) < 2:
         if not loaded:
             torch.set_num_threads(1)  # as in a worker, so that the figures are the same
@@ -82,11 +83,13 @@ def run(settings: Settings, out: Path, loaded: tuple | None = None) -> dict:
     else:
         del model
         results = _spread(todo, settings, tuple(wanted.values()))
+    missed = {job.shard for job in todo}
     for job, measured in bar(results, "samples", total=len(todo)):
         found[job.shard] = measured
+        missed.discard(job.shard)
     meta["policies"] = {name: repr(policy) for name, policy in wanted.items()}
     meta["seconds"] = time.perf_counter() - started
-    measured, skipped = _collected(jobs, found)
+    measured, skipped = _collected(jobs, found, missed)
     few = {name for name, _ in settings.few}
     summary = summarise(measured, settings.seed, few)
     return {"meta": meta, "rows": measured, "skipped": unmade + skipped, "summary": summary}
@@ -228,19 +231,18 @@ def _meta(settings: Settings, model) -> dict:
     }
 
 
-def _collected(jobs: Sequence[Job], found: dict[Shard, list[dict] | None]) -> tuple[list[dict], list[dict]]:
-    """Rows in the order of the jobs, and what has none with the reason."""
+def _collected(jobs: Sequence[Job], found: dict[Shard, list[dict]], missed: set[Shard]) -> tuple[list, list]:
+    """Rows in the order of the jobs, and samples that lack some with the reason."""
     measured, skipped = [], []
     for job in jobs:
         rows = found[job.shard]
-        if rows is None:
-            head = {"length": job.length, "task": job.sample.task, "id": job.sample.id}
-            skipped.append(head | {"skipped": "not reached in the minutes given"})
-            continue
         order = {(name, budget): at for at, (name, _, budget) in enumerate(job.plan)}
         chosen = [row for row in rows if any(_is(row, item) for item in job.plan)]
         measured += sorted(chosen, key=lambda row: order[row["policy"], row["budget"]])
         skipped += [row for row in rows if "skipped" in row][:1]
+        if job.shard in missed:
+            head = {"length": job.length, "task": job.sample.task, "id": job.sample.id}
+            skipped.append(head | {"skipped": "not reached in the minutes given"})
     return measured, skipped
 
 

@@ -156,10 +156,11 @@ def test_few_and_minutes(finished, tiny_model, tmp_path):
         (row["policy"], row["id"], row["kl"]) for row in own
     ]
     assert "oracle (1 samples)" in tables.tables(result)
-    late = dataclasses.replace(SETTINGS, minutes=1e-9, samples=(4,))
-    result = run(late, finished[0], (tiny_model(), None))
-    assert [sample["skipped"] for sample in result["skipped"]] == ["not reached in the minutes given"] * 4
-    assert "4 samples skipped: not reached in the minutes given" in tables.tables(result)
+    late = dataclasses.replace(SETTINGS, minutes=1e-9, policies=(*SETTINGS.policies, "tova"))
+    result = run(late, tmp_path, (tiny_model(), None))
+    assert [sample["skipped"] for sample in result["skipped"]] == ["not reached in the minutes given"] * 3
+    assert len(result["rows"]) == 3 * 3 * 2 - 2 * 2  # what was measured before is there
+    assert "3 samples skipped: not reached in the minutes given" in tables.tables(result)
 
 
 @pytest.mark.slow
