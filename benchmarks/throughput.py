@@ -7,18 +7,17 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from statistics import median
 
+from kvpass.benchmarks.throughput_table import LOAD_LIMIT, NAMES, TURN, table
 from kvpass.progress import bar
 
-LOAD_LIMIT = 1.5  # a busier machine times its other work
 WARM_UP = 4  # forwards before the timed ones; the first one compiles
-TURN = 4  # forwards of one variant before the next has its turn
 BUSY = 3  # exit code
 
 Progress = Callable[[Iterable, str], Iterable]
@@ -42,7 +41,8 @@ class Options:
     threads: int | None = None  # None: as torch chooses
     seed: int = 0
     backend: str = "inductor"
-    kv_dtype: str | None = None  # of the compressing rows; A and C keep the model's own
+    kv_dtype: str | None = None  # of the compressing rows; the others keep the model's own
+    rows: tuple[str, ...] = ("A", "B", "C", "D")
     anyway: bool = False
 
     def check(self) -> float:
@@ -58,6 +58,10 @@ class Options:
         for name in ("length", "batch", "steps", "repeats", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if unknown := [row for row in self.rows if row not in NAMES]:
+            raise ValueError(f"unknown row {unknown[0]!r}; known: {', '.join(NAMES)}")
+        if not {"A", "C"} <= set(self.rows):
+            raise ValueError("rows A and C are what the others are compared with; they cannot be left out")
         for budget in self.budgets:
             Budget.parse(budget)
         for policy in self.policies:
@@ -71,30 +75,39 @@ class Options:
 
 
 def run(options: Options, progress: Progress = bar) -> dict:
-    """Load the model, measure every row, return ``{"meta": ..., "rows": [...]}``.
+    """:func:`sweep` of one prompt: ``{"meta": ..., "rows": [...]}``."""
+    return sweep([options], progress)[0]
+
+
+def sweep(settings: Sequence[Options], progress: Progress = bar) -> list[dict]:
+    """Load the model, measure every setting, return ``{"meta": ..., "rows": [...]}`` of each.
+
+    The settings differ in length and batch only.
 
     Raises:
         ValueError, BusyError: as :meth:`Options.check`; ValueError also for an unknown model or a
             prompt that is too long for it.
     """
-    load = options.check()
+    loads = [options.check() for options in settings]
     import kvpass
     from kvpass import models
 
-    model, tokenizer = models.load(options.model)
+    first = settings[0]
+    model, tokenizer = models.load(first.model)
 
     def build(budget, policy):
-        kv_dtype = options.kv_dtype if budget != 1.0 else None
-        return kvpass.compile(model, budget=budget, policy=policy, backend=options.backend, kv_dtype=kv_dtype)
+        kv_dtype = first.kv_dtype if budget != 1.0 else None
+        return kvpass.compile(model, budget=budget, policy=policy, backend=first.backend, kv_dtype=kv_dtype)
 
-    return measure(model, tokenizer, options, build, load, progress)
+    # A machine that was quiet before the first prompt is busy with ours before the second.
+    return [measure(model, tokenizer, options, build, loads[0], progress) for options in settings]
 
 
 def measure(model, tokenizer, options: Options, build: Callable, load: float, progress: Progress = bar) -> dict:
     """As :func:`run`, on a loaded model; ``build(budget, policy)`` compiles it."""
     import torch
 
-    from kvpass.benchmarks import text, variants
+    from kvpass.benchmarks import roofline, text, variants
 
     meta = _meta(model, options, load)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -105,23 +118,41 @@ def measure(model, tokenizer, options: Options, build: Callable, load: float, pr
     try:
         vocabulary = model.config.get_text_config().vocab_size
         ids = text.prompt(tokenizer, vocabulary, options.length, options.batch, options.seed)
-        plan = [("A", None, None), ("C", options.policies[0], 1.0)]
-        plan += [("D", policy, budget) for policy in options.policies for budget in options.budgets]
+        slots = options.length + WARM_UP + options.steps
+        plan = _plan(options)
         sequences, forced = [], None
         for row, policy, budget in progress(plan, "compile and read the prompt"):
-            compiled = model if row == "A" else build(budget, policy)
-            variant = variants.Variant(row, compiled, policy, budget)
-            variants.forward(compiled, ids[:, :32])  # what only the first call pays for
-            logits, sequence = variants.prefill(variant, ids, options.repeats)
+            variant = (
+                variants.stock(row, model, slots)
+                if policy is None
+                else variants.Variant(row, build(budget, policy), policy, budget)
+            )
+            variants.forward(variant.model, ids[:, :32])  # what only the first call pays for
+            with roofline.Peak() as peak:
+                logits, sequence = variants.prefill(variant, ids, options.repeats)
+            sequence.peak_mib = peak.mib
             if forced is None:
                 forced = _greedy(sequence, logits, WARM_UP + options.steps, progress)
             sequences.append(sequence)
+        ceilings = [roofline.ceiling()]
         _decode(sequences, forced, progress)
+        ceilings.append(roofline.ceiling())
     finally:
         torch.set_num_threads(before)
-    meta["load_average_end"] = os.getloadavg()[0]
+    meta["load_average_end"], meta["read_gb_per_s"] = os.getloadavg()[0], ceilings
     meta["forced_positions"], meta["forced_tokens"] = forced.numel(), forced.tolist()
-    return {"meta": meta, "rows": _rows(sequences, options, forced.numel())}
+    rows = _rows(sequences, options, forced.numel())
+    weights = roofline.weight_bytes(model)
+    for row, sequence in zip(rows, sequences, strict=True):
+        roofline.fill(row, weights, sequence.cache, None if None in ceilings else sum(ceilings) / 2)
+    return {"meta": meta, "rows": rows}
+
+
+def _plan(options: Options) -> list[tuple]:
+    """Rows in the order of the table, as (row, policy, budget); the first is what the others diverge from."""
+    compressing = [("D", policy, budget) for policy in options.policies for budget in options.budgets]
+    of_row = {"C": [("C", options.policies[0], 1.0)], "D": compressing}
+    return [entry for row in NAMES if row in options.rows for entry in of_row.get(row, [(row, None, None)])]
 
 
 def _greedy(sequence, logits, count: int, progress: Progress):
@@ -189,6 +220,7 @@ def _meta(model, options: Options, load: float) -> dict:
 def _rows(sequences: list, options: Options, positions: int) -> list[dict]:
     import numpy as np
 
+    from kvpass.benchmarks import roofline
     from kvpass.benchmarks.variants import cache_bytes, cache_entries
 
     rows = []
@@ -209,49 +241,17 @@ def _rows(sequences: list, options: Options, positions: int) -> list[dict]:
                 "kv_mib": cache_bytes(sequence.cache) / 2**20,
                 "entries": cache_entries(sequence.cache),
                 "kl": sequence.divergence / positions,
+                "peak_mib": sequence.peak_mib,
             }
         )
-    baselines = {row["row"]: row["decode_ms_per_token"]["median"] for row in rows[:2]}
+    baselines = {row["row"]: row["decode_ms_per_token"]["median"] for row in rows if row["row"] in "ABC"}
     for row in rows:
         own = row["decode_ms_per_token"]["median"]
-        row["ratio_to_a"], row["ratio_to_c"] = baselines["A"] / own, baselines["C"] / own
+        for name in "ABC":
+            row[f"ratio_to_{name.lower()}"] = baselines[name] / own if name in baselines else None
+        if row["row"] == "D":
+            row["break_even_tokens"] = roofline.break_even(row["compress_s"], baselines["C"], own)
     return rows
-
-
-_NAMES = {"A": "A untouched, eager", "C": "C kvpass, all kept", "D": "D kvpass"}
-_COLUMNS: dict[str, tuple[Callable[[dict], object], str]] = {  # head -> value of a row, format
-    "row": (lambda row: _NAMES[row["row"]], ""),
-    "policy": (lambda row: row["policy"] if row["row"] == "D" else "", ""),
-    "budget": (lambda row: "" if row["budget"] is None else f"{row['budget']:g}", ""),
-    "prefill\ns": (lambda row: row["prefill_s"], ".2f"),
-    "compress\ns": (lambda row: row["compress_s"], ".2f"),
-    "decode\nms/token": (lambda row: row["decode_ms_per_token"]["median"], ".1f"),
-    "p10–p90\nms/token": (lambda row: "{p10:.1f}–{p90:.1f}".format(**row["decode_ms_per_token"]), ""),
-    "decode\ntokens/s": (lambda row: row["tokens_per_s"], ".1f"),
-    "speed\n× A": (lambda row: row["ratio_to_a"], ".2f"),
-    "speed\n× C": (lambda row: row["ratio_to_c"], ".2f"),
-    "KV cache\nMiB": (lambda row: row["kv_mib"], ".1f"),
-    "KV cache\nentries": (lambda row: row["entries"], "d"),
-    "KL to A\nnats": (lambda row: row["kl"], ".2g"),
-}
-
-
-def table(result: dict) -> str:
-    """The rows with units, and under them the setting in one sentence."""
-    from tabulate import tabulate
-
-    meta = result["meta"]
-    cells = [[value(row) for value, _ in _COLUMNS.values()] for row in result["rows"]]
-    formats = [form or "g" for _, form in _COLUMNS.values()]
-    lines = [
-        tabulate(cells, list(_COLUMNS), floatfmt=formats, disable_numparse=[1, 2, 6]),
-        f"{meta['model']}, {meta['dtype']}, prompt of {meta['length']} tokens, batch {meta['batch']}, "
-        f"{meta['threads']} threads; decode is the median over {meta['steps']} forwards in turns of {TURN}, "
-        f"spread is p10–p90; KL is the mean over the same {meta['forced_positions']} forced positions.",
-    ]
-    if meta["load_average"] > LOAD_LIMIT:
-        lines.append(f"The machine was busy (load average {meta['load_average']:.1f}): do not trust times and ratios.")
-    return "\n".join(lines)
 
 
 def budget(text: str) -> float | int:
@@ -265,9 +265,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = Options()
     parser.add_argument("--model", default=default.model, help="smollm2 or tiny-... (default: %(default)s)")
     parser.add_argument(
-        "--length", type=int, default=default.length, help="tokens of the prompt (default: %(default)s)"
+        "--length", type=int, action="append", help=f"tokens of the prompt; repeatable (default: {default.length})"
     )
-    parser.add_argument("--batch", type=int, default=default.batch, help="sequences (default: %(default)s)")
+    parser.add_argument("--batch", type=int, action="append", help="sequences; repeatable (default: 1)")
+    parser.add_argument(
+        "--rows",
+        default=",".join(default.rows),
+        help="of A,A',B,C,D: eager; torch.compile and static cache; eager and static cache; kvpass with the full "
+        "cache; compressed (default: %(default)s)",
+    )
     parser.add_argument(
         "--budget",
         type=budget,
@@ -289,7 +295,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-dtype", help="bf16, fp16 or fp32 for the compressed caches (default: the model's own)")
     parser.add_argument("--backend", default=default.backend, help="inductor or eager (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and the setting")
-    parser.add_argument("--anyway", action="store_true", help="measure although the machine is busy")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw ms/token and MiB against length as a PNG")
+    parser.add_argument("--anyway", action="store_true", help="measure, and print ratios, although the machine is busy")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -297,8 +304,6 @@ def command(args: argparse.Namespace) -> int:
     default = Options()
     options = Options(
         model=args.model,
-        length=args.length,
-        batch=args.batch,
         budgets=tuple(args.budget or default.budgets),
         policies=tuple(args.policy or default.policies),
         steps=args.steps,
@@ -307,16 +312,27 @@ def command(args: argparse.Namespace) -> int:
         seed=args.seed,
         backend=args.backend,
         kv_dtype=args.kv_dtype,
+        rows=tuple(args.rows.split(",")),
         anyway=args.anyway,
     )
+    settings = [
+        replace(options, length=length, batch=batch)
+        for batch in args.batch or [default.batch]
+        for length in args.length or [default.length]
+    ]
     try:
-        result = run(options)
+        results = sweep(settings)
     except BusyError as busy:
         print(f"kvpass: {busy}", file=sys.stderr)
         return BUSY
-    print(table(result))
+    print("\n\n".join(table(result) for result in results))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        written = results[0] if len(results) == 1 else {"runs": results}
+        args.json.write_text(json.dumps(written, indent=2) + "\n")
+    if args.plot:
+        from kvpass.benchmarks.throughput_plot import plot
+
+        plot(results, args.plot)
     return 0
 
 

@@ -90,6 +90,7 @@ def run(options: Options, progress: Progress = bar) -> dict:
         policies=(options.policy,),
         steps=options.steps,
         backend=options.backend,
+        rows=("A", "C", "D"),
         anyway=True,
     )
     return {
