@@ -47,6 +47,22 @@ class Entries:
 
 
 @dataclass(frozen=True)
+class Predicted(Entries):
+    """Entries with what their attention is predicted from, see :mod:`kvpass.kernels.predict`."""
+
+    ema: Tensor  # [B, Hkv, N, 2] fp32
+
+    def take(self, index: Tensor, used: Tensor) -> Predicted:
+        ema = self.ema.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 2))
+        return Predicted(**vars(super().take(index, used)), ema=ema)
+
+    @property
+    def plain(self) -> Entries:
+        """Without predictions."""
+        return Entries(**{name: getattr(self, name) for name in Entries.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
 class Observation:
     """What the prompt shows of one layer, for judging its entries."""
 

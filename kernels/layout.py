@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.kernels.entries import Entries
+from kvpass.kernels.entries import Entries, Predicted
 
 
 def append(k: Tensor, v: Tensor, tail_k: Tensor, tail_v: Tensor, tail_at: Tensor) -> None:
@@ -36,6 +36,11 @@ class Store:
     pos: Tensor  # [N] int32
     row_start: Tensor  # [B, Hkv] int64
     row_len: Tensor  # [B, Hkv] int32
+    ema: Tensor | None = None  # [N, 2] fp32 of :class:`Predicted` entries
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it holds, by name."""
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @staticmethod
     def empty(batch: int, kv_heads: int, key_dim: int, value_dim: int, like: Tensor) -> Store:
@@ -65,11 +70,21 @@ def pack(entries: Entries) -> Store:
         pos=entries.pos[used],
         row_start=(ends - row_len.flatten()).view_as(row_len),
         row_len=row_len.to(torch.int32),
+        ema=entries.ema[used] if isinstance(entries, Predicted) else None,
     )
 
 
 def unpack(store: Store) -> Entries:
     """The store padded to its longest row. An equal-length store laid out in row order is a view, not a copy."""
+    entries, index = _padded(store)
+    if store.ema is None:
+        return entries
+    ema = store.ema.view(*entries.pos.shape, 2) if index is None else store.ema[index]
+    return Predicted(**vars(entries), ema=ema)
+
+
+def _padded(store: Store) -> tuple[Entries, Tensor | None]:
+    """And which of the store's entries each slot shows; None where all lie in a view."""
     batch, kv_heads = store.row_len.shape
     longest = int(store.row_len.max()) if store.row_len.numel() else 0
     start, length = store.row_start.unsqueeze(-1), store.row_len.unsqueeze(-1).long()
@@ -78,19 +93,21 @@ def unpack(store: Store) -> Entries:
     if store.k.shape[0] == batch * kv_heads * longest and bool(
         (store.row_start.flatten() == longest * torch.arange(batch * kv_heads, device=store.k.device)).all()
     ):
-        return Entries(
+        entries = Entries(
             k=store.k.view(*shape, -1) if longest else store.k.new_empty(*shape, store.k.shape[-1]),
             v=store.v.view(*shape, -1) if longest else store.v.new_empty(*shape, store.v.shape[-1]),
             log_votes=store.log_votes.view(shape),
             tokens=store.tokens.view(shape),
             pos=store.pos.view(shape),
         )
+        return entries, None
     used = step < length
     index = (start + step).where(used, start.clamp(max=max(0, store.k.shape[0] - 1)))
-    return Entries(
+    entries = Entries(
         k=store.k[index],
         v=store.v[index],
         log_votes=store.log_votes[index].masked_fill(~used, -torch.inf),
         tokens=store.tokens[index].masked_fill(~used, 0),
         pos=store.pos[index].masked_fill(~used, -1),
     )
+    return entries, index

@@ -53,6 +53,7 @@ def merge(
     ridge: float = 1e-3,
     open_kept: Tensor | None = None,
     blocks: Iterable[Block] | None = None,
+    log_share: Tensor | None = None,
 ) -> Entries:
     """The retained entries, each standing for its group.
 
@@ -76,6 +77,8 @@ def merge(
         value_fit: refit the values of entries marked in ``open_kept`` (see :func:`fit_values`).
         ridge: its regularisation, relative to the squared spectral norm.
         blocks: the attention of ``seen`` over ``entries`` where it is already there.
+        log_share: [B, Hkv, N] logs of what members weigh in the mean key and value, in place of A^2 pi; the
+            log-vote and the fit remain the queries'.
 
     Raises:
         ValueError: an unknown mode or frame, or ``unrotated`` where keys turn and how they do is not known.
@@ -133,6 +136,10 @@ def merge(
         by_votes = (members_votes - log_p.index_select(0, target)).exp()
         share = total.index_select(0, target)
         weight = torch.where(share > 0, weight / share, by_votes).unsqueeze(1)
+        if log_share is not None:
+            own = log_share.to(dtype).reshape(-1).index_select(0, member)
+            share = segment_logsumexp(own, target, rows * most).index_select(0, target)
+            weight = torch.where(share.isfinite(), (own - share).exp(), by_votes).unsqueeze(1)
         tokens = segment_sum(entries.tokens.reshape(-1).index_select(0, member), target, rows * most)
         tokens = torch.where(groups.merged, tokens.reshape(batch, heads, most).to(out.tokens.dtype), out.tokens)
 

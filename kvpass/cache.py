@@ -182,7 +182,7 @@ class RaggedCache(Cache):
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the cache."""
-        held = [tensor for store in self.stores for tensor in vars(store).values()]
+        held = [tensor for store in self.stores for tensor in store.tensors().values()]
         held += [*self.keys, *self.values, *(tail.pos for tail in self.tails.values())]
         return held + ([self.seen] if self.seen is not None else [])
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from kvpass.budget import Budget
 from kvpass.cache import Observed
-from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.entries import Entries, Observation, Predicted
 from kvpass.kernels.layout import Store, pack, unpack
+from kvpass.kernels.predict import unseen
 from kvpass.passes.evaluate import attribute
 from kvpass.passes.outputs import per_head
 from kvpass.passes.spec import Program
@@ -147,7 +148,8 @@ def joined(parts: list[Observed]) -> Observed:
 
 
 def _entries(fields: list[Tensor], positions: Tensor) -> Entries:
-    store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, tokens, pos = fields
+    store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, tokens, pos, *kept = fields
+    ema = kept[0] if kept else None  # a prompt begins predictions anew
     batch, kv_heads = row_len.shape
     exact = positions >= 0
     shape = (batch, kv_heads, positions.shape[1])
@@ -160,5 +162,7 @@ def _entries(fields: list[Tensor], positions: Tensor) -> Entries:
     )
     if store_k.shape[0] == 0:
         return tail
-    stored = unpack(Store(store_k, store_v, log_votes, tokens, pos, row_start, row_len))
-    return Entries(*(torch.cat([getattr(stored, name), getattr(tail, name)], 2) for name in vars(tail)))
+    stored = unpack(Store(store_k, store_v, log_votes, tokens, pos, row_start, row_len, ema))
+    if ema is not None:
+        tail = Predicted(**vars(tail), ema=unseen(tail))
+    return type(tail)(*(torch.cat([getattr(stored, name), getattr(tail, name)], 2) for name in vars(tail)))

@@ -145,7 +145,7 @@ class Runtime:
             return
         stores = rebuilt or cache.stores
         state = [
-            [*fields, store.tokens, store.pos]
+            [*fields, store.tokens, store.pos, store.ema]
             for fields, store in zip(_by_layer(stores, cache.keys, cache.values), stores, strict=True)
         ]
         stores = self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent))

@@ -145,7 +145,7 @@ def _named(cache: RaggedCache) -> dict[str, Tensor]:
     for window, tail in cache.tails.items():
         found[f"tail.{window}.pos"] = tail.pos
     for index, store in enumerate(cache.stores):
-        found |= {f"{index}.{name}": tensor for name, tensor in vars(store).items()}
+        found |= {f"{index}.{name}": tensor for name, tensor in store.tensors().items()}
         found |= {f"{index}.tail_k": cache.keys[index], f"{index}.tail_v": cache.values[index]}
     return found
 
@@ -183,7 +183,10 @@ def _restore(cache: RaggedCache, facts: dict, tensors: dict[str, Tensor]) -> Non
             pos = tensors[f"tail.{layer.window}.pos"]
             cache.tails[layer.window] = Tail(layer.window, pos, int(facts["cursors"][str(layer.window)]))
     for index in range(len(cache.specs)):
-        store = Store(**{name: tensors[f"{index}.{name}"] for name in Store.__dataclass_fields__})
+        fields = {name: tensors.get(f"{index}.{name}") for name in Store.__dataclass_fields__}
+        if absent := [name for name, tensor in fields.items() if tensor is None and name != "ema"]:
+            raise KeyError(f"{index}.{absent[0]}")
+        store = Store(**fields)
         ends = store.row_start + store.row_len
         if bool((store.row_len < 0).any()) or bool((store.row_start < 0).any()) or int(ends.max()) > store.k.shape[0]:
             raise ValueError(f"rows of layer {index} lie outside its store")

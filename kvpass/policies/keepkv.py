@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kvpass.budget import Budget
-from kvpass.kernels.entries import Entries, Observation
+from kvpass.kernels.entries import Entries, Observation, Predicted
 from kvpass.kernels.gate import logit_spread, worth_merging
 from kvpass.kernels.group import cluster_scores, group_by_similarity
 from kvpass.kernels.merge import KEY_FRAMES, KEY_MODES, KeyFrame, KeyMode, merge
+from kvpass.kernels.predict import log_mass, merged, predict, since
 from kvpass.kernels.score import (
     Block,
     attention_blocks,
@@ -29,7 +30,8 @@ from kvpass.policies.snapkv import SnapKV
 Gate = Literal["cos", "sigma", "cost"]
 Order = Literal["evict_first", "merge_first"]
 Orphan = Literal["drop", "absorb"]
-Judge = Literal["recent", "last"]
+Judge = Literal["recent", "last", "ema"]
+STEPS = 64  # decoded steps whose queries are kept for predictions, at least twice what is between two compressions
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class KeepKV(Policy):
     negligible: float = 0.5
     # What judges while decoding: the queries of the last ``window`` tokens, or of the newest alone. The merge is
     # lossless at that one with one query head a KV head, ``orphan="absorb"``, ``negligible=0`` and no ``excess``.
+    # ema: attention predicted from all steps, each weighing ``alpha`` times the next, chooses and weighs members; the
+    # last ``window`` queries still give log-votes and values. A prompt begins it anew from its own last ``window``.
     judge: Judge = "recent"
+    alpha: float = 0.9
     value_fit: bool = True  # refit values to the full attention output of the same queries
     ridge: float = 1e-3
 
@@ -106,6 +111,8 @@ class KeepKV(Policy):
                 raise ValueError(f"{field} must be one of {', '.join(get_args(kinds))}, got {getattr(self, field)!r}")
         if self.sigma < 0:
             raise ValueError(f"sigma must be >= 0, got {self.sigma}")
+        if not 0 < self.alpha < 1:
+            raise ValueError(f"alpha is a share in (0, 1), got {self.alpha}")
         if not 0 <= self.negligible < 1:
             raise ValueError(f"negligible is a share in [0, 1), got {self.negligible}")
         if not 0 <= self.window_share < 1:
@@ -113,7 +120,7 @@ class KeepKV(Policy):
 
     @property
     def recall(self) -> int | None:
-        return 1 if self.judge == "last" else self.window
+        return {"last": 1, "ema": max(self.window, STEPS)}.get(self.judge, self.window)
 
     @property
     def needs_frames(self) -> bool:
@@ -129,9 +136,12 @@ class KeepKV(Policy):
         return torch.cat([own, asked]).unique()
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
+        if self._predicts(seen):
+            return self.pin(entries, log_mass(self._predicted(entries, seen)).exp())
         return self.selector.score(entries, seen)
 
     def represent(self, entries: Entries, seen: Observation, keep: Tensor) -> Entries:
+        entries = self._predicted(entries, seen)
         seen = self._weighing(entries, seen)
         blocks = list(attention_blocks(entries, seen, causal=self._causal))
         return self._merge(entries, seen, keep, blocks, attention_rms(entries, seen, blocks=blocks))
@@ -156,10 +166,13 @@ class KeepKV(Policy):
         blank = [torch.zeros_like(e.log_votes).masked_fill(~e.valid, -torch.inf) for e, _ in layers]
         for i, quota in enumerate(self.allocate(blank, totals)):
             entries, observed = layers[i]
+            entries = self._predicted(entries, observed)
             seen = self._weighing(entries, observed)
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
-            keep = self.keep(entries, self.selector.blend(entries, observed, rms), quota, window)
+            predicts = self._predicts(observed)
+            weight = log_mass(entries).exp() if predicts else self.selector.blend(entries, observed, rms)
+            keep = self.keep(entries, weight, quota, window)
             yield self._merge(entries, seen, keep, blocks, rms, window)
 
     def keep(self, entries: Entries, weight: Tensor, quota: Tensor, window: Tensor) -> Tensor:
@@ -189,8 +202,20 @@ class KeepKV(Policy):
         own = {f: getattr(self, f) for f in ("references", "recency", "asked", "round_robin")}
         return Reference(**common, **own)
 
+    def _predicts(self, seen: Observation) -> bool:
+        """Whether predictions choose and weigh; of a prompt there is more to go by."""
+        return self.judge == "ema" and seen.decoding
+
+    def _predicted(self, entries: Entries, seen: Observation) -> Entries:
+        """``entries`` with predictions, where they are kept."""
+        if self.judge != "ema":
+            return entries
+        return predict(entries, seen if seen.decoding else since(seen, self.window), self.alpha)
+
     def _weighing(self, entries: Entries, seen: Observation) -> Observation:
         """The queries that weigh members."""
+        if self._predicts(seen):
+            seen = recent_queries(seen, self.window)
         if not self.references:
             return recent_queries(seen, self.window)
         alone = seen.decoding and self.judge == "last"
@@ -211,6 +236,10 @@ class KeepKV(Policy):
         candidates = middle & ~keep
         if not candidates.any() or not seen.q.shape[2]:
             return entries.take(kept, kept_used)
+        log_share = None
+        if self._predicts(seen):
+            log_share = log_mass(entries)
+            rms = log_share.exp()
         if self.negligible:
             mean = rms.masked_fill(~candidates, 0).sum(-1) / candidates.sum(-1).clamp(min=1)
             candidates &= rms >= self.negligible * mean.unsqueeze(-1)
@@ -225,7 +254,7 @@ class KeepKV(Policy):
             gate=self._gate(entries, seen, blocks, compact(candidates)[0]),
             absorb=self.orphan == "absorb",
         )
-        return merge(
+        out = merge(
             entries,
             seen,
             kept,
@@ -239,7 +268,9 @@ class KeepKV(Policy):
             ridge=self.ridge,
             open_kept=open_kept,
             blocks=blocks,
+            log_share=log_share,
         )
+        return merged(entries, out, kept, groups) if isinstance(entries, Predicted) else out
 
     def _gate(
         self, entries: Entries, seen: Observation, blocks: list[Block], dropped: Tensor

@@ -33,6 +33,28 @@ def test_save_load_continue_is_continue(saved):
     assert sorted(p.name for p in path.parent.iterdir()) == ["cache.safetensors"]
 
 
+def test_predictions_go_with_their_entries(tiny_model, tmp_path):
+    """What KeepKV(judge="ema") predicts from is saved, forked and reordered with the cache, and bounded with it."""
+    policy = kvpass.policies.KeepKV(judge="ema", window=4)
+    model = kvpass.compile(tiny_model("llama"), budget=0.5, policy=policy, decode_budget=24, backend="eager")
+    cache = model.kvpass.new_cache()
+    run(model, cache, prompt(40, 2))
+    for seed in range(40):
+        run(model, cache, prompt(1, 2, seed))
+    assert all(store.ema.shape == (store.k.shape[0], 2) and not store.ema.isnan().any() for store in cache.stores)
+    fork = cache.fork()
+    fork.reorder_cache(torch.tensor([1, 0]))
+    cache.save(tmp_path / "cache")
+    loaded = kvpass.load_cache(tmp_path / "cache", model)
+    for twin in (cache, loaded, fork):
+        twin.recent = []  # a file has no queries of the last steps
+    for seed in range(40):
+        token = prompt(1, 2, seed)
+        ours, theirs, swapped = run(model, cache, token), run(model, loaded, token), run(model, fork, token[[1, 0]])
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(swapped[[1, 0]], ours, rtol=0, atol=1e-5)
+
+
 def test_another_model_is_refused(saved, compiled):
     """Another model, or the same with one changed weight, is refused with the reason."""
     _, _, path = saved
