@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 
+from kvpass.passes.functional import functional
 from kvpass.passes.spec import Captured, Refusal, UnsupportedModelError
 
 # Primes that no configuration uses as a dimension, so that no two symbols are unified by accident.
@@ -108,15 +109,14 @@ def export_decoder(wrapper: nn.Module) -> Captured:
     Raises:
         UnsupportedModelError: torch.export cannot trace it, or fixes a size.
     """
-    program = _export(wrapper)
-    module = program.module(**_unguarded(program))
+    module = _export(wrapper)
     placeholders = {node.target: node for node in module.graph.nodes if node.op == "placeholder"}
     symbols = _symbols(placeholders)
     _redirect_lengths(module, placeholders)
     return Captured(module, tuple(placeholders), symbols)
 
 
-def _export(wrapper: nn.Module) -> ExportedProgram:
+def _export(wrapper: nn.Module) -> GraphModule:
     device = next(wrapper.parameters()).device
     ids = torch.ones(SAMPLE_BATCH, SAMPLE_LENGTH, dtype=torch.int64, device=device)
     positions = torch.arange(SAMPLE_LENGTH, device=device).expand(SAMPLE_BATCH, -1).contiguous()
@@ -127,9 +127,9 @@ def _export(wrapper: nn.Module) -> ExportedProgram:
     with evaluating(wrapper), warnings.catch_warnings(), redirect_stderr(StringIO()):
         warnings.simplefilter("ignore", FutureWarning)  # about torch's own internals
         try:
-            return export(
-                wrapper, (ids, positions, torch.ones_like(ids), keep), dynamic_shapes=shapes, strict=False
-            ).run_decompositions({})
+            program = export(wrapper, (ids, positions, torch.ones_like(ids), keep), dynamic_shapes=shapes, strict=False)
+            module = unlifted(program)
+            return module if functional(module.graph) else unlifted(program.run_decompositions({}))
         except Exception as error:
             text = str(error).strip().splitlines() or [type(error).__name__]
             known = next((reason for words, reason in REASONS.items() if words in text[0]), None)
@@ -138,9 +138,11 @@ def _export(wrapper: nn.Module) -> ExportedProgram:
             raise _refuse(f"torch.export cannot trace it: {text[0].strip()}") from error
 
 
-def _unguarded(program) -> dict:
+def unlifted(program: ExportedProgram) -> GraphModule:
+    """The module of ``program`` without checks of its inputs."""
     # Guards would keep the padding mask alive after rewriting; the graph is ours and checked by translation.
-    return {"check_guards": False} if "check_guards" in inspect.signature(program.module).parameters else {}
+    takes = "check_guards" in inspect.signature(program.module).parameters
+    return program.module(check_guards=False) if takes else program.module()
 
 
 def _symbols(placeholders: dict) -> dict[object, str]:

@@ -263,6 +263,7 @@ def _sampled(captured: Captured, points: Tensor, sizes: Sizes):
             aten.new_ones.default,
             aten.new_zeros.default,
             aten.view.default,
+            aten.reshape.default,
         ):
             return node.target(args[0], [_shrink(size, sizes.length, points) for size in args[1]], **kwargs)
         if node.target in (aten.full.default, aten.ones.default, aten.zeros.default):
