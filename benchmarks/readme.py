@@ -26,7 +26,7 @@ def _throughput() -> str:
 
 _SHOWN = {  # of each result, the tables whose first line begins so; the JSON beside this file has all
     "language": r"language, \d+ tokens, \d+ samples: KL",
-    "answers": r"retrieval, \d+ tokens(, \d+ samples: share|: answers)",
+    "needles": r"retrieval, \d+ tokens(, \d+ samples: share|: answers)",
     "agnostic": r"retrieval, \d+ tokens, \d+ samples: share",
 }
 
