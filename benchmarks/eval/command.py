@@ -105,6 +105,8 @@ def command(args: argparse.Namespace) -> int:
 def _few(text: str) -> tuple[str, int]:
     """``("h2o", 4)`` of "h2o=4"."""
     policy, _, count = text.partition("=")
+    if not count.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected POLICY=N, got {text!r}")
     return policy, int(count)
 
 

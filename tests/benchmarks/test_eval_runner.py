@@ -130,7 +130,11 @@ def test_command(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "streaming" in shown and (tmp_path / "table.txt").read_text() == shown
     assert len(json.loads((tmp_path / "result.json").read_text())["rows"]) == 1
-    for wrong, reason in ((["--task", "nothing"], "unknown task"), (["--samples", "0"], "samples must be")):
+    for wrong, reason in (
+        (["--task", "nothing"], "unknown task"),
+        (["--samples", "0"], "samples must be"),
+        (["--few", "streaming=0"], "few is"),
+    ):
         assert cli.main(["eval", *flags, *wrong]) == 2
         assert reason in capsys.readouterr().err
 
