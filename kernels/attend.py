@@ -30,14 +30,16 @@ def _fake(q, k, v, *state):
     return q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2)
 
 
-def _cpu(q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, *rest):
+def implementation(q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, *rest):
+    """What attends on the CPU, given tensors of these types and layouts: :mod:`kvpass.kernels.cpu` for a few query
+    tokens, or :mod:`kvpass.kernels.packed_sdpa`."""
     few = q.shape[2] <= FUSED_QUERY_TOKENS
-    run = (
-        cpu.attend
-        if few and cpu.supports_attend(q, k, v, store_k, store_v, log_votes, tail_k, tail_v)
-        else packed_sdpa.attend
-    )
-    return run(q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, *rest)
+    fused = few and cpu.supports_attend(q, k, v, store_k, store_v, log_votes, tail_k, tail_v)
+    return cpu.attend if fused else packed_sdpa.attend
+
+
+def _cpu(*arguments):
+    return implementation(*arguments)(*arguments)
 
 
 _library.impl("attend", _cpu, "CPU")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 import torch._inductor
@@ -14,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from kvpass.kernels.attend import attend, implementation
 from kvpass.passes.evaluate import attribute
 from kvpass.passes.regions import Region, cut, is_state
 from kvpass.passes.skinny import use_skinny_linears
@@ -92,7 +94,7 @@ def inductor(program: Program, batch: int, dtype: torch.dtype) -> Callable:
         examples = [sample.values[node] for node in region.inputs]
         key = region.key(examples)
         if key not in compiled:
-            compiled[key] = _compile(region, examples)
+            compiled[key] = (_compile if region.attention is None else _attention)(region, examples)
         calls.append(
             _Call(compiled[key], tuple(slots[n] for n in region.inputs), tuple(slots[n] for n in region.outputs))
         )
@@ -117,6 +119,20 @@ def _compile(region: Region, examples: Sequence[Tensor]) -> Callable:
         if node.op != "output":
             node.meta["example_value"] = node.meta["val"]
     return torch._inductor.standalone_compile(module, inputs, options={"config_patches": INDUCTOR_OPTIONS})
+
+
+@torch.no_grad()
+def _attention(region: Region, examples: Sequence[Tensor]) -> Callable:
+    """The attention's implementation without the dispatcher and its checks, which hold for every step alike."""
+    node = region.attention
+    places = {placeholder: place for place, placeholder in enumerate(region.module.graph.find_nodes(op="placeholder"))}
+    bound = node.args
+    constants = tuple(value for value in bound if not isinstance(value, Node))
+    order = iter(range(len(places), len(places) + len(constants)))
+    pick = itemgetter(*(places[value] if isinstance(value, Node) else next(order) for value in bound))
+    # Only the CPU's implementations are chosen by Python.
+    run = implementation(*pick((*examples, *constants))) if examples[0].device.type == "cpu" else attend
+    return lambda *inputs: (run(*pick(inputs + constants)),)
 
 
 def _fake(mode: FakeTensorMode, value: Tensor, is_state: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cut a program behind each attention, and find the pieces that are the same computation on other weights.
+"""Cut a program around each attention, and find the pieces that are the same computation on other weights.
 
 Decoder layers repeat. Lowering one of them serves all, which makes cold start a matter of one layer instead of thirty.
 """
@@ -24,6 +24,11 @@ class Region:
     module: GraphModule
     inputs: tuple[Node, ...]  # nodes of the program, in the order of the module's placeholders
     outputs: tuple[Node, ...]
+
+    @property
+    def attention(self) -> Node | None:
+        """The node of the module that is the attention, where the region is one."""
+        return next((node for node in self.module.graph.nodes if node.target is attend), None)
 
     def key(self, examples: Sequence[Tensor]) -> Hashable:
         """Equal for regions that compute the same function of inputs of the same kind."""
@@ -52,14 +57,15 @@ def is_state(node: Node) -> bool:
 
 
 def cut(program: Program) -> list[Region]:
-    """Regions in order of execution; each but the last ends in an attention."""
+    """Regions in order of execution; each attention is a region by itself."""
     groups: list[list[Node]] = [[]]
     for node in program.module.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        groups[-1].append(node)
         if node.target is attend:
-            groups.append([])
+            groups += [[node], []]
+        else:
+            groups[-1].append(node)
     return [_region(group) for group in groups if group]
 
 
