@@ -10,7 +10,7 @@ EVAL := $(BIN)/kvpass eval $(if $(DATA),--data $(DATA))
 FULL := cwe fwe niah_multiquery niah_multikey_3
 FULL += $(if $(DATA),qa_1 qa_2 qasper multifieldqa_en hotpotqa 2wikimqa multi_news qmsum trec triviaqa samsum lcc babilong_qa1)
 
-.PHONY: demo test check lint bench eval eval-full coverage compat clean
+.PHONY: demo test check lint bench keepkv eval eval-full coverage compat clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,11 @@ bench: $(STAMP)  ## compiled against eager at 8,192 tokens
 # 25 samples of each of five tasks. What grows with the square of the length, or takes minutes to fit, has fewer.
 STANDARD := --length 2048 --samples 20 --length 4096 --samples 5 --gold 64
 STANDARD += --few kvzip=2 --few matching=2 --few matching_omp=1 --few gracekv=4
+
+keepkv: $(STAMP)  ## what each part of KeepKV is worth: renews the data and the README's tables
+	rm -f benchmarks/results/keepkv.json
+	$(BIN)/python -m kvpass.benchmarks.keepkv $(if $(DATA),--data $(DATA)) --json benchmarks/results/keepkv.json
+	$(BIN)/python -m kvpass.benchmarks.readme
 
 eval: $(STAMP)  ## quality of every policy at 2k and 4k tokens, in 90 minutes; a killed run goes on where it was
 	$(EVAL) $(STANDARD) --out results/eval

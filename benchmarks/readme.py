@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvpass import demo
-from kvpass.benchmarks import coverage, throughput
+from kvpass.benchmarks import coverage, keepkv_tables, throughput
 from kvpass.benchmarks.eval import tables
 
 HERE = Path(__file__).parent
@@ -39,6 +39,10 @@ def _quality() -> str:
     return "\n\n".join(shown)
 
 
+def _keepkv() -> str:
+    return keepkv_tables.table(json.loads((HERE / "results" / "keepkv.json").read_text()))
+
+
 def _coverage() -> str:
     return coverage.section(coverage.read())
 
@@ -51,6 +55,7 @@ SECTIONS = {
     "demo": _block(_demo),
     "throughput": _block(_throughput),
     "quality": _block(_quality),
+    "keepkv": _block(_keepkv),
     "coverage": _coverage,
 }
 
