@@ -78,7 +78,7 @@ class KeepKV(Policy):
     # ema: attention predicted from all steps, each weighing ``alpha`` times the next, chooses and weighs members; the
     # last ``window`` queries still give log-votes and values. A prompt begins it anew from its own last ``window``.
     judge: Judge = "recent"
-    alpha: float = 0.9
+    alpha: float = 0.99  # shorter memories diverged more over 256 steps
     value_fit: bool = True  # refit values to the full attention output of the same queries
     ridge: float = 1e-3
 

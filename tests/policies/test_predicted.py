@@ -24,7 +24,7 @@ def test_while_decoding_predictions_choose(policy):
     assert isinstance(prompt, Predicted) and torch.equal(prompt.k, same.k) and torch.equal(prompt.pos, same.pos)
     later = replace(seen, decoding=True)
     (out,) = policy.compress([(entries, later)], Budget.parse(14), [30])
-    mass = log_mass(predict(entries, later, 0.9))
+    mass = log_mass(predict(entries, later, policy.alpha))
     for h in range(HEADS):
         assert kept(out, 0)[h] == choose(mass[0, h].tolist(), 14, 30, 2, 6)
 
