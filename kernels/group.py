@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.kernels import cpu
 from kvpass.kernels.entries import Entries
 from kvpass.kernels.score import compact, working_dtype
 
@@ -61,7 +62,10 @@ def nearest(keys: Tensor, from_index: Tensor, to_index: Tensor, to_used: Tensor)
         dots = torch.bmm(own.reshape(rows, -1, dim), to)
         length = own.norm(dim=-1).clamp_(min=1e-6).reshape(rows, -1)
         # The length of the key that asks does not change which target is best.
-        most, index[:, part] = (dots if barred is None else dots.add_(barred)).max(-1)
+        if cpu.supports_weights(dots):
+            most, index[:, part] = cpu.best(dots, barred)
+        else:
+            most, index[:, part] = (dots if barred is None else dots.add_(barred)).max(-1)
         best[:, part] = most / length
     index = place.reshape(rows, targets).gather(1, index)
     return best.reshape(batch, heads, count), index.reshape(batch, heads, count)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvpass.kernels import cpu
 from kvpass.kernels.entries import Entries, Observation
 
 BLOCK = 1 << 20  # logits alive at once: what the second-level cache holds is several times faster
@@ -120,6 +121,10 @@ def attention_blocks(entries: Entries, seen: Observation, *, causal: bool, narro
         count = slots if reach is None else max(1, int((reach <= q_pos[:, at].max()).sum()))
         held = k[:, :count]
         mass = torch.baddbmm(votes[:, :count], held, turned) if voted else torch.bmm(held, turned)
+        if mass.shape[-1] % LANES == 0 and pos.dtype == torch.int32 and cpu.supports_weights(mass):
+            hidden = pos[:, :count].squeeze(-1) if causal else None
+            yield Block(at, mass, *cpu.softmax(mass, hidden, q_pos[:, at]))
+            continue
         if causal:
             mass.masked_fill_(pos[:, :count] > q_pos[:, None, at], -torch.inf)
         peak = mass.amax(1, keepdim=True)
@@ -147,6 +152,18 @@ def attention_mass(entries: Entries, seen: Observation, *, causal: bool = True, 
     return mass if per_head else mass.sum(2)
 
 
+def last_mass(entries: Entries, seen: Observation, blocks: Iterable[Block], last: int) -> Tensor:
+    """[B, Hkv, N]: softmax weight each entry receives from the queries of the last ``last`` positions in ``blocks``."""
+    batch, kv_heads, slots, _ = entries.k.shape
+    _, pos = grouped_queries(seen, kv_heads, working_dtype(entries.k))
+    chosen = (pos >= 0) & (pos > pos.amax(-1, keepdim=True) - last)
+    total = entries.k.new_zeros(batch * kv_heads, slots, 1, dtype=working_dtype(entries.k))
+    for block in blocks:
+        if chosen[:, block.at].any():
+            total.baddbmm_(block.mass, (chosen[:, block.at] / block.total).unsqueeze(-1))
+    return total.reshape(batch, kv_heads, slots)
+
+
 def attention_rms(
     entries: Entries, seen: Observation, *, causal: bool = False, blocks: Iterable[Block] | None = None
 ) -> Tensor:
@@ -159,6 +176,9 @@ def attention_rms(
     total = entries.k.new_zeros(batch * kv_heads, slots, dtype=working_dtype(entries.k))
     for block in attention_blocks(entries, seen, causal=causal) if blocks is None else blocks:
         scale = block.total.square().reciprocal()
+        if scale.shape[-1] % LANES == 0 and cpu.supports_weights(block.mass):
+            cpu.squares(block.mass, scale, total)
+            continue
         for row in range(batch * kv_heads):  # matrix times vector: batched, it is several times slower
             total[row].addmv_(block.mass[row].square(), scale[row])
     group = seen.q.shape[1] // kv_heads

@@ -20,11 +20,15 @@ __all__ = [
     "attend",
     "auction",
     "available",
+    "best",
     "linear",
     "linears",
     "read_stream",
+    "softmax",
+    "squares",
     "supports_attend",
     "supports_linear",
+    "supports_weights",
     "why_not",
 ]
 
@@ -37,6 +41,7 @@ MAX_LINEAR_ROWS = 8  # beyond this a blocked matrix product wins
 _ATTEND_ARGS = struct.Struct("15P 7q 12q 8q 4q 3q 5q 2d")
 _COSTS_ARGS = struct.Struct("21P 9q")
 _LINEAR_ARGS = struct.Struct("4P 4q 3q q")
+_SOFTMAX_ARGS = struct.Struct("5P 5q")
 
 
 _P = ctypes.c_void_p
@@ -44,6 +49,9 @@ _SIGNATURES = {
     "kvpass_attend": [ctypes.c_char_p],
     "kvpass_linears": [ctypes.c_char_p, ctypes.c_int64],
     "kvpass_split_costs": [ctypes.c_char_p],
+    "kvpass_softmax": [ctypes.c_char_p],
+    "kvpass_squares": [_P, _P, _P, *[ctypes.c_int64] * 4],
+    "kvpass_best": [_P, _P, *[ctypes.c_int64] * 3, _P, _P, ctypes.c_int64],
     "kvpass_auction": [_P, _P, ctypes.c_int64, _P, _P, _P, _P, ctypes.c_int64, _P],
 }
 _RETURNS = {"kvpass_auction": ctypes.c_int64}
@@ -216,6 +224,54 @@ def read_stream(data: Tensor) -> float:
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     function.restype = ctypes.c_float
     return function(data.data_ptr(), data.numel(), torch.get_num_threads())
+
+
+def supports_weights(*tensors: Tensor) -> bool:
+    """Whether ``softmax``, ``squares`` and ``best`` can take these. May compile the kernels."""
+    return (
+        all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and _no_grad(*tensors) and available()
+    )
+
+
+def softmax(logits: Tensor, pos: Tensor | None, q_pos: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns ``logits`` [R, N, W], W a multiple of 16, into exponentials relative to the largest over N, in place.
+
+    ``pos`` [R, N] int32 hides entries after a query's ``q_pos`` [R, W] int32; a query at -1 sees nothing. Returns
+    their sum over N [R, W], 1 for a query that sees nothing, and the log of the denominator, +inf for that one.
+    """
+    rows, entries, columns = logits.shape
+    total, log_z = logits.new_empty(2, rows, columns)
+    q_pos = q_pos.contiguous()
+    arguments = _SOFTMAX_ARGS.pack(
+        logits.data_ptr(),
+        0 if pos is None else pos.data_ptr(),
+        q_pos.data_ptr(),
+        total.data_ptr(),
+        log_z.data_ptr(),
+        rows,
+        entries,
+        0 if pos is None else pos.stride(0),
+        columns,
+        torch.get_num_threads(),
+    )
+    if _function("kvpass_softmax")(arguments):
+        raise MemoryError("softmax: no memory for partial results")
+    return total, log_z
+
+
+def squares(mass: Tensor, scale: Tensor, total: Tensor) -> None:
+    """Adds to ``total`` [R, N] the sum over W of ``mass`` [R, N, W] squared times ``scale`` [R, W]."""
+    pointers = (mass.data_ptr(), scale.data_ptr(), total.data_ptr())
+    _function("kvpass_squares")(*pointers, *mass.shape, torch.get_num_threads())
+
+
+def best(x: Tensor, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Largest of ``x`` [R, E, C] along C and the first place it stands at; ``barred`` [R, 1, C] is added first."""
+    most, place = x.new_empty(x.shape[:-1]), torch.empty(x.shape[:-1], dtype=torch.int64)
+    bar = 0 if barred is None else barred.data_ptr()
+    sizes = (most.numel(), x.shape[1], x.shape[2])
+    _function("kvpass_best")(x.data_ptr(), bar, *sizes, most.data_ptr(), place.data_ptr(), torch.get_num_threads())
+    return most, place
 
 
 def _no_grad(*tensors: Tensor) -> bool:

@@ -171,7 +171,7 @@ class KeepKV(Policy):
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
             predicts = self._predicts(observed)
-            weight = log_mass(entries).exp() if predicts else self.selector.blend(entries, observed, rms)
+            weight = log_mass(entries).exp() if predicts else self.selector.blend(entries, seen, rms, blocks)
             keep = self.keep(entries, weight, quota, window)
             yield self._merge(entries, seen, keep, blocks, rms, window)
 

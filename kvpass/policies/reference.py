@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Observation
-from kvpass.kernels.score import attention_rms, one_head_each
+from kvpass.kernels.score import Block, attention_blocks, attention_rms, last_mass, one_head_each
 from kvpass.policies.base import Policy
 from kvpass.policies.snapkv import SnapKV
 
@@ -50,11 +51,14 @@ class Reference(Policy):
         last = max(self.window, QUESTION) if self.asked else self.window
         return spread(length, self.references, last, self.recency)
 
-    def blend(self, entries: Entries, seen: Observation, rms: Tensor) -> Tensor:
-        """Shares of the references' weight plus ``asked`` times shares of the last queries' mass."""
+    def blend(self, entries: Entries, seen: Observation, rms: Tensor, blocks: Iterable[Block]) -> Tensor:
+        """Shares of the references' weight plus ``asked`` times shares of the last queries' mass.
+
+        ``blocks`` are the attention of ``seen``, as :meth:`asking` gives it.
+        """
         if not self.asked:
             return rms
-        last = SnapKV(window=QUESTION, sinks=self.sinks).asked(entries, seen)
+        last = SnapKV(window=QUESTION, sinks=self.sinks).pooled(entries, last_mass(entries, seen, blocks, QUESTION))
         return _shares(rms) + self.asked * _shares(last)
 
     def asking(self, entries: Entries, seen: Observation) -> Observation:
@@ -62,8 +66,10 @@ class Reference(Policy):
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin else seen
 
     def score(self, entries: Entries, seen: Observation) -> Tensor:
-        rms = attention_rms(entries, self.asking(entries, seen), causal=False)
-        return self.pin(entries, self.blend(entries, seen, rms))
+        seen = self.asking(entries, seen)
+        blocks = list(attention_blocks(entries, seen, causal=False))
+        rms = attention_rms(entries, seen, blocks=blocks)
+        return self.pin(entries, self.blend(entries, seen, rms, blocks))
 
 
 def _shares(weight: Tensor) -> Tensor:

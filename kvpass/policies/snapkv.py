@@ -35,7 +35,10 @@ class SnapKV(Policy):
 
     def asked(self, entries: Entries, seen: Observation) -> Tensor:
         """[B, Hkv, N]: the pooled mass, 0 for pinned entries."""
-        mass = attention_mass(entries, recent_queries(seen, self.window), causal=True)
+        return self.pooled(entries, attention_mass(entries, recent_queries(seen, self.window), causal=True))
+
+    def pooled(self, entries: Entries, mass: Tensor) -> Tensor:
+        """``mass`` [B, Hkv, N] of entries that compete, max-pooled along the row."""
         # Pooling must not carry the window's own mass onto its neighbours: the paper drops it first.
         mass = mass.masked_fill(self.pinned(entries), 0)
         return max_pool1d(mass, self.pool, stride=1, padding=self.pool // 2)

@@ -74,5 +74,6 @@ def _deviation(entries: Entries) -> Tensor:
     """[B, Hkv, N] distance of each value from the mean of its row."""
     v = entries.v.to(working_dtype(entries.v))
     valid = entries.valid.unsqueeze(-1)
-    mean = v.masked_fill(~valid, 0).sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
+    known = v if valid.all() else v.masked_fill(~valid, 0)
+    mean = known.sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
     return (v - mean).norm(dim=-1)
