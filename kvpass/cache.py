@@ -54,7 +54,7 @@ class Observed:
     hidden_pos: Tensor | None = None  # [B, S] int32, -1 = padding
 
     def select(self, indices: Tensor) -> Observed:
-        """A step's queries, of the sequences ``indices``."""
+        """The queries of the sequences ``indices``, without what only a prompt has."""
         return Observed([query[indices] for query in self.queries], self.pos[indices], self.real[indices])
 
 
@@ -97,6 +97,7 @@ class RaggedCache(Cache):
         self.prompt_end: int | None = None  # columns of the prompt that `generate` works on, while it does
         self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
         self.recent: list[Observed] = []  # queries of the last tokens, where decoding compresses
+        self.asked: Observed | None = None  # what the prompt was judged by, where rows are refreshed
         self.full: Full | None = None  # every exact key and value but the tail's, where rows are refreshed
         self.steps = 0  # forwards since the last refresh or prompt
         self.anchor: Observed | None = None  # the queries of the first of them, where a threshold is watched
@@ -281,6 +282,8 @@ class RaggedCache(Cache):
         self.recent = [part.select(indices) for part in self.recent]
         if self.anchor is not None:
             self.anchor = self.anchor.select(indices)
+        if self.asked is not None:
+            self.asked = self.asked.select(indices)
         if self.full is not None:
             self.full.select(indices)
 
@@ -328,7 +331,7 @@ class RaggedCache(Cache):
         """An independent continuation: the store's memory is shared, the tail is copied."""
         twin = copy.copy(self)
         twin.stores, twin.times, twin.pending = list(self.stores), replace(self.times), list(self.pending)
-        twin.recent = list(self.recent)
+        twin.recent, twin.asked = list(self.recent), self.asked
         twin.full = None if self.full is None else self.full.fork()
         twin.keys = [key.clone() for key in self.keys]
         twin.values = [value.clone() for value in self.values]

@@ -31,9 +31,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Compressed:
-    """Packed rows for every full-attention layer (None for the others), and the seconds it took."""
+    """Packed rows for every full-attention layer (None for the others), what judged them, and the seconds it took."""
 
     stores: list[Store | None]
+    seen: Observed
     seconds: float
 
 
@@ -91,7 +92,7 @@ class Compress(nn.Module):
         if chunk.rehearse is not None and 0 in windows:
             seen = joined([seen, chunk.rehearse()])
         stores = self.pack_rows(state, labels, seen)
-        return Compressed(stores, time.perf_counter() - started)
+        return Compressed(stores, seen, time.perf_counter() - started)
 
     @torch.no_grad()
     def pack_rows(self, state: list[list[Tensor]], tail_pos: Tensor, seen: Observed) -> list[Store | None]:

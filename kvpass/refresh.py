@@ -2,7 +2,8 @@
 
 The step at which rows are rebuilt runs on the full cache, and its own queries are among those that judge: recomputed on
 the rebuilt rows it is what it was, where the policy merges without loss at that query (``KeepKV(judge="last")``, one
-query head a KV head). Between two such steps the cache is what it is without.
+query head a KV head). The queries that judged the prompt are kept and judge again: what the last few tokens ask for is
+little to go by. Between two such steps the cache is what it is without.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def keep_tail(cache: RaggedCache, refresh: Refresh | None) -> None:
 
 def full_stores(cache: RaggedCache, refresh: Refresh | None) -> list[Store] | None:
     """Every layer's store with all its tokens, if it is time for it and they are there."""
-    if refresh is None or cache.full is None or cache.full.stopped or cache.record_past:
+    if refresh is None or cache.full is None or cache.record_past:
+        return None
+    if cache.full.stopped:
+        cache.asked = None
         return None
     if not (refresh.every is not None and cache.steps + 1 >= refresh.every) and not _moved(cache, refresh.threshold):
         return None

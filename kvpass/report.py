@@ -190,15 +190,17 @@ class CacheReport:
         )
 
 
-REFRESH = ["refreshes", "outside", "held MiB", "written MiB", "read MiB", "I/O s", "stopped"]
+REFRESH = ["refreshes", "outside", "held MiB", "queries MiB", "written MiB", "read MiB", "I/O s", "stopped"]
 
 
 def _outside(cache) -> dict:
     full = cache.full
+    asked = sum(q.nbytes for q in cache.asked.queries) if cache.asked else 0
     return {
         "refreshes": cache.times.refreshes,
         "where": str(full.where),
         "held_mib": full.nbytes / 2**20,
+        "queries_mib": asked / 2**20,
         "written_mib": full.written / 2**20,
         "read_mib": full.read / 2**20,
         "io_seconds": full.seconds,

@@ -118,6 +118,8 @@ class Runtime:
         if isinstance(result, Compressed):
             keep_tail(cache, self.refresh)
             cache.replace_stores(result.stores)
+            if self.refresh is not None and self.policy.asks_again:
+                cache.asked = replace(result.seen, hidden=(), hidden_pos=None)
             cache.pending, cache.recent, cache.steps, cache.anchor = [], [], 0, None
             earlier = cache.times.prefill if cache.times.chunked else 0.0
             cache.times = Times(prefill=earlier + spent - result.seconds, compress=result.seconds)
@@ -148,7 +150,8 @@ class Runtime:
             [*fields, store.tokens, store.pos, store.ema]
             for fields, store in zip(_by_layer(stores, cache.keys, cache.values), stores, strict=True)
         ]
-        stores = self.maintain.pack_rows(state, cache.tails[0].pos, joined(cache.recent))
+        again = [cache.asked] if rebuilt is not None and cache.asked is not None else []
+        stores = self.maintain.pack_rows(state, cache.tails[0].pos, joined([*again, *cache.recent]))
         keep_tail(cache, self.refresh)
         cache.replace_stores(stores)
         cache.anchor = None

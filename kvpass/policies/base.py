@@ -54,6 +54,11 @@ class Policy(ABC):
         return self.window
 
     @property
+    def asks_again(self) -> bool:
+        """Whether rows rebuilt from the full keys are judged by the prompt's queries too, beside the recalled ones."""
+        return self.wants == "prompt"
+
+    @property
     def needs_frames(self) -> bool:
         """Whether it cannot do without :attr:`Observation.frame` in layers whose keys turn."""
         return False

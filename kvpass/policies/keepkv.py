@@ -123,6 +123,10 @@ class KeepKV(Policy):
         return {"last": 1, "ema": max(self.window, STEPS)}.get(self.judge, self.window)
 
     @property
+    def asks_again(self) -> bool:
+        return self.judge == "recent"
+
+    @property
     def needs_frames(self) -> bool:
         return self.key_frame == "unrotated"
 
