@@ -97,7 +97,7 @@ class RaggedCache(Cache):
         self.prompt_end: int | None = None  # columns of the prompt that `generate` works on, while it does
         self.pending: list[Observed] = []  # queries observed in earlier chunks of this prompt
         self.recent: list[Observed] = []  # queries of the last tokens, where decoding compresses
-        self.asked: Observed | None = None  # what the prompt was judged by, where rows are refreshed
+        self.asked: Observed | None = None  # queries from all over the text, where rows are refreshed
         self.full: Full | None = None  # every exact key and value but the tail's, where rows are refreshed
         self.steps = 0  # forwards since the last refresh or prompt
         self.anchor: Observed | None = None  # the queries of the first of them, where a threshold is watched

@@ -2,8 +2,8 @@
 
 The step at which rows are rebuilt runs on the full cache, and its own queries are among those that judge: recomputed on
 the rebuilt rows it is what it was, where the policy merges without loss at that query (``KeepKV(judge="last")``, one
-query head a KV head). The queries that judged the prompt are kept and judge again: what the last few tokens ask for is
-little to go by. Between two such steps the cache is what it is without.
+query head a KV head). Queries from all over the text are kept outside too, and judge: what the last few tokens ask for
+is little to go by. Between two such steps the cache is what it is without.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from numbers import Integral, Real
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvpass.cache import Observed, RaggedCache
 from kvpass.full import Full
 from kvpass.kernels.entries import Observation
 from kvpass.kernels.layout import Store, unpack
 from kvpass.kernels.score import attention_mass
+from kvpass.policies.base import Policy
 
 LOOK = 8  # steps between two looks at how far attention has moved
 
@@ -85,6 +87,25 @@ def full_stores(cache: RaggedCache, refresh: Refresh | None) -> list[Store] | No
     for index, store in zip(_full_layers(cache), loaded, strict=True):
         stores[index] = store
     return stores
+
+
+def thinned(asked: Observed, policy: Policy, seen: Tensor) -> Observed:
+    """Of the queries in ``asked``, for each sequence of ``seen`` [B] tokens those nearest to where ``policy`` would
+    observe a prompt of that length."""
+    chosen = []
+    for pos, total in zip(asked.pos, seen.tolist(), strict=True):
+        held, order = pos.long().sort(stable=True)
+        held, order = held[pos[order] >= 0], order[pos[order] >= 0]
+        wanted = policy.observe(total)
+        wanted = torch.arange(max(0, total - wanted), total) if isinstance(wanted, int) else wanted
+        right = torch.searchsorted(held, wanted.to(held.device)).clamp(max=len(held) - 1)
+        left = (right - 1).clamp(min=0)
+        nearer = (wanted.to(held.device) - held[left]).abs() < (held[right] - wanted.to(held.device)).abs()
+        chosen.append(order[torch.where(nearer, left, right).unique()])
+    index = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+    used = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in chosen], batch_first=True) > 0
+    queries = [q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])) for q in asked.queries]
+    return Observed(queries, asked.pos.gather(1, index).masked_fill(~used, -1), asked.real)
 
 
 def _full_layers(cache: RaggedCache) -> list[int]:

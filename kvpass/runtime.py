@@ -15,8 +15,9 @@ from kvpass.compression import Chunk, Compress, Compressed, joined
 from kvpass.kernels.layout import Store
 from kvpass.passes.spec import LayerSpec, Program
 from kvpass.policies.base import Policy
-from kvpass.refresh import Refresh, full_stores, keep_tail
+from kvpass.refresh import Refresh, full_stores, keep_tail, thinned
 
+REMEMBERED = 256  # steps whose queries are held before they are thinned out, where rows are refreshed
 SLACK = 32  # tokens a row may grow beyond its decode budget before it is compressed again
 
 
@@ -138,8 +139,10 @@ class Runtime:
         """Compress again: ``rebuilt`` stores at once, the cache's own once they are ``SLACK`` above the budget."""
         started = time.perf_counter()
         cache.recent = [*cache.recent, latest]
-        if self.policy.recall is not None:
-            cache.recent = cache.recent[-self.policy.recall :]
+        if cache.asked is None:
+            cache.recent = self._recalled(cache)
+        elif len(cache.recent) >= REMEMBERED:
+            self._remember(cache)
         cache.steps += 1
         if cache.anchor is None and self.refresh is not None and self.refresh.threshold is not None:
             cache.anchor = latest
@@ -150,14 +153,27 @@ class Runtime:
             [*fields, store.tokens, store.pos, store.ema]
             for fields, store in zip(_by_layer(stores, cache.keys, cache.values), stores, strict=True)
         ]
-        again = [cache.asked] if rebuilt is not None and cache.asked is not None else []
-        stores = self.maintain.pack_rows(state, cache.tails[0].pos, joined([*again, *cache.recent]))
+        if rebuilt is not None and cache.asked is not None:
+            self._remember(cache)
+            seen = cache.asked
+        else:
+            seen = joined(self._recalled(cache))
+        stores = self.maintain.pack_rows(state, cache.tails[0].pos, seen)
         keep_tail(cache, self.refresh)
         cache.replace_stores(stores)
         cache.anchor = None
         if rebuilt is not None:
             cache.steps, cache.times.refreshes = 0, cache.times.refreshes + 1
         cache.times.maintain += time.perf_counter() - started
+
+    def _recalled(self, cache: RaggedCache) -> list[Observed]:
+        """Queries of the last tokens that judge while decoding."""
+        return cache.recent if self.policy.recall is None else cache.recent[-self.policy.recall :]
+
+    def _remember(self, cache: RaggedCache) -> None:
+        """Add the decoded tokens' queries to those from all over the text."""
+        cache.asked = thinned(joined([cache.asked, *cache.recent]), self.policy, cache.seen)
+        cache.recent = self._recalled(cache)
 
     def _crowded(self, cache: RaggedCache) -> bool:
         """Whether the rows of full-attention layers are ``SLACK`` entries above the decode budget."""

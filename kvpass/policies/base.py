@@ -55,7 +55,8 @@ class Policy(ABC):
 
     @property
     def asks_again(self) -> bool:
-        """Whether rows rebuilt from the full keys are judged by the prompt's queries too, beside the recalled ones."""
+        """Whether rows rebuilt from the full keys are judged by queries from all over the text, as a prompt is, and not
+        by the recalled ones alone."""
         return self.wants == "prompt"
 
     @property

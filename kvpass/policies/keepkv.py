@@ -26,6 +26,7 @@ from kvpass.kernels.score import (
 from kvpass.policies.base import Policy
 from kvpass.policies.reference import Reference, spread
 from kvpass.policies.snapkv import SnapKV
+from kvpass.policies.stacking import stack, together, unstack
 
 Gate = Literal["cos", "sigma", "cost"]
 Order = Literal["evict_first", "merge_first"]
@@ -168,16 +169,19 @@ class KeepKV(Policy):
         window = torch.tensor([self._window(total // rows) for total in totals]).view(-1, 1, 1)
         window = window.to(layers[0][0].pos.device)
         blank = [torch.zeros_like(e.log_votes).masked_fill(~e.valid, -torch.inf) for e, _ in layers]
-        for i, quota in enumerate(self.allocate(blank, totals)):
-            entries, observed = layers[i]
+        quotas = self.allocate(blank, totals)
+        for part in together(layers, framed=self.needs_frames):
+            entries, observed = stack([layers[i] for i in part])
+            quota = torch.cat([quotas[i] for i in part])
             entries = self._predicted(entries, observed)
             seen = self._weighing(entries, observed)
             blocks = list(attention_blocks(entries, seen, causal=False))
             rms = attention_rms(entries, seen, blocks=blocks)
             predicts = self._predicts(observed)
             weight = log_mass(entries).exp() if predicts else self.selector.blend(entries, seen, rms, blocks)
-            keep = self.keep(entries, weight, quota, window)
-            yield self._merge(entries, seen, keep, blocks, rms, window)
+            exact = window.repeat(len(part), 1, 1)
+            keep = self.keep(entries, weight, quota, exact)
+            yield from unstack(self._merge(entries, seen, keep, blocks, rms, exact), len(part))
 
     def keep(self, entries: Entries, weight: Tensor, quota: Tensor, window: Tensor) -> Tensor:
         """[B, Hkv, N] bool: sinks, the last ``window`` [B, 1, 1] positions, and by ``weight`` up to ``quota``."""
