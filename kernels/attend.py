@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpass.kernels import cpu, packed_sdpa
+from kvpass.kernels import cpu, packed_sdpa, triton
 
 # More query tokens than this amortise a matrix product, and SDPA's blocked kernel wins.
 FUSED_QUERY_TOKENS = 16
@@ -31,18 +31,19 @@ def _fake(q, k, v, *state):
 
 
 def implementation(q, k, v, q_pos, store_k, store_v, log_votes, row_start, row_len, tail_k, tail_v, *rest):
-    """What attends on the CPU, given tensors of these types and layouts: :mod:`kvpass.kernels.cpu` for a few query
-    tokens, or :mod:`kvpass.kernels.packed_sdpa`."""
+    """What attends to tensors of these types and layouts: for a few query tokens :mod:`kvpass.kernels.cpu` or
+    :mod:`kvpass.kernels.triton`, else :mod:`kvpass.kernels.packed_sdpa`."""
+    kernels = triton if q.device.type == "cuda" else cpu
     few = q.shape[2] <= FUSED_QUERY_TOKENS
-    fused = few and cpu.supports_attend(q, k, v, store_k, store_v, log_votes, tail_k, tail_v)
-    return cpu.attend if fused else packed_sdpa.attend
+    fused = few and kernels.supports_attend(q, k, v, store_k, store_v, log_votes, tail_k, tail_v)
+    return kernels.attend if fused else packed_sdpa.attend
 
 
-def _cpu(*arguments):
+def _attend(*arguments):
     return implementation(*arguments)(*arguments)
 
 
-_library.impl("attend", _cpu, "CPU")
-_library.impl("attend", packed_sdpa.attend, "CUDA")
+_library.impl("attend", _attend, "CPU")
+_library.impl("attend", _attend, "CUDA")
 
 attend = torch.ops.kvpass.attend.default

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvpass.kernels import cpu
+from kvpass.kernels import cpu, triton
 from kvpass.kernels.entries import Entries, Observation
 
 BLOCK = 1 << 20  # logits alive at once: what the second-level cache holds is several times faster
@@ -141,6 +141,11 @@ def attention_mass(entries: Entries, seen: Observation, *, causal: bool = True, 
     Returns [B, Hkv, N] summed over the group's heads, or [B, Hkv, G, N] with ``per_head``; fp32 (fp64 for
     fp64 keys). Unused entries receive 0.
     """
+    if triton.supports_mass(entries.k, seen.q):
+        mass = triton.attention_mass(
+            entries.k, entries.log_votes, entries.pos, seen.q, seen.q_pos, seen.scale, causal
+        )  # fmt: skip
+        return mass if per_head else mass.sum(2)
     batch, kv_heads, slots, _ = entries.k.shape
     group = seen.q.shape[1] // kv_heads
     width = seen.q.shape[2]

@@ -130,8 +130,9 @@ def _attention(region: Region, examples: Sequence[Tensor]) -> Callable:
     constants = tuple(value for value in bound if not isinstance(value, Node))
     order = iter(range(len(places), len(places) + len(constants)))
     pick = itemgetter(*(places[value] if isinstance(value, Node) else next(order) for value in bound))
-    # Only the CPU's implementations are chosen by Python.
-    run = implementation(*pick((*examples, *constants))) if examples[0].device.type == "cpu" else attend
+    # Elsewhere the dispatcher chooses.
+    ours = examples[0].device.type in ("cpu", "cuda")
+    run = implementation(*pick((*examples, *constants))) if ours else attend
     return lambda *inputs: (run(*pick(inputs + constants)),)
 
 
