@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import kvpass
+from kvpass.cache import Observed
 from kvpass.kernels.layout import unpack
 from kvpass.policies.keepkv import KeepKV
+from kvpass.refresh import thinned
 from tests.conftest import prompt
 
 # Nothing is lost: who resembles no kept entry still adds its votes, mass and value to the nearest.
@@ -221,3 +223,13 @@ def test_without_refresh_nothing_is_kept(make):
     model = make()
     cache = filled(model, 20, steps=2)
     assert cache.full is None and cache.recent == [] and model.kvpass.report(cache).refresh is None
+
+
+def test_queries_from_all_over_the_text_judge():
+    """What is remembered of a text are, for each sequence, the queries nearest to where a prompt would be observed."""
+    pos = torch.tensor([[0, 10, 20, 30, 31, 32, -1], [-1, 4, 0, 8, 9, -1, -1]], dtype=torch.int32)
+    queries = pos[:, None, :, None].float().expand(2, 2, 7, 3)
+    policy = KeepKV(window=2, references=4, recency=1.0, asked=0.0)  # of 34 tokens: 0, 11, 22, 33 and the last two
+    left = thinned(Observed([queries], pos, torch.tensor([34, 10])), policy, torch.tensor([34, 10]))
+    assert left.pos.tolist() == [[0, 10, 20, 32], [0, 4, 8, 9]]
+    assert torch.equal(left.queries[0], left.pos[:, None, :, None].float().expand(2, 2, 4, 3))
