@@ -24,6 +24,7 @@ from kvpass.kernels.score import (
     recent_queries,
 )
 from kvpass.policies.base import Policy
+from kvpass.policies.parallel import in_order
 from kvpass.policies.reference import Reference, spread
 from kvpass.policies.snapkv import SnapKV
 from kvpass.policies.stacking import stack, together, unstack
@@ -170,18 +171,31 @@ class KeepKV(Policy):
         window = window.to(layers[0][0].pos.device)
         blank = [torch.zeros_like(e.log_votes).masked_fill(~e.valid, -torch.inf) for e, _ in layers]
         quotas = self.allocate(blank, totals)
-        for part in together(layers, framed=self.needs_frames):
-            entries, observed = stack([layers[i] for i in part])
-            quota = torch.cat([quotas[i] for i in part])
-            entries = self._predicted(entries, observed)
-            seen = self._weighing(entries, observed)
-            blocks = list(attention_blocks(entries, seen, causal=False))
-            rms = attention_rms(entries, seen, blocks=blocks)
-            predicts = self._predicts(observed)
-            weight = log_mass(entries).exp() if predicts else self.selector.blend(entries, seen, rms, blocks)
-            exact = window.repeat(len(part), 1, 1)
-            keep = self.keep(entries, weight, quota, exact)
-            yield from unstack(self._merge(entries, seen, keep, blocks, rms, exact), len(part))
+        parts = together(layers, framed=self.needs_frames)
+
+        def work(part: range) -> list[Entries]:
+            kept = self._kept(
+                *stack([layers[i] for i in part]),
+                torch.cat([quotas[i] for i in part]),
+                window.repeat(len(part), 1, 1),
+            )
+            return unstack(kept, len(part))
+
+        on_cpu = layers[0][0].k.device.type == "cpu"
+        threads = min(torch.get_num_threads(), len(parts)) if on_cpu else 1
+        for done in in_order(work, parts, threads=threads):
+            yield from done
+
+    def _kept(self, entries: Entries, observed: Observation, quota: Tensor, window: Tensor) -> Entries:
+        """What is stored of one layer, or of several side by side."""
+        entries = self._predicted(entries, observed)
+        seen = self._weighing(entries, observed)
+        blocks = list(attention_blocks(entries, seen, causal=False))
+        rms = attention_rms(entries, seen, blocks=blocks)
+        predicts = self._predicts(observed)
+        weight = log_mass(entries).exp() if predicts else self.selector.blend(entries, seen, rms, blocks)
+        keep = self.keep(entries, weight, quota, window)
+        return self._merge(entries, seen, keep, blocks, rms, window)
 
     def keep(self, entries: Entries, weight: Tensor, quota: Tensor, window: Tensor) -> Tensor:
         """[B, Hkv, N] bool: sinks, the last ``window`` [B, 1, 1] positions, and by ``weight`` up to ``quota``."""
