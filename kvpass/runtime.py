@@ -96,7 +96,9 @@ class Runtime:
         cache.prepare(batch, length, exact=compresses, like=like)
         q_pos = _positions(cache, padding, batch, length)
         started = time.perf_counter()
-        inputs = [input_ids, position_ids, keep, q_pos, *_tail_inputs(cache)]
+        # Compiled steps read dense memory: a column of a longer tensor, or positions expanded over the batch, is not.
+        given = [tensor.contiguous() for tensor in (input_ids, position_ids, keep, q_pos)]
+        inputs = [*given, *_tail_inputs(cache)]
         keys, values = _working_tails(cache, length)
         rebuilt = None if compresses else full_stores(cache, self.refresh)
         state = _state(rebuilt or cache.stores, keys, values)

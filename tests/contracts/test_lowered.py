@@ -18,6 +18,19 @@ def test_lowered_equals_eager(tiny_model, compiled, name):
 
 
 @pytest.mark.slow
+def test_columns_of_a_longer_tensor(tiny_model, compiled):
+    """A step reads its tokens wherever they lie: a batch fed column by column, without positions, is the model's."""
+    ours, ids = compiled("llama", budget=1.0, backend="inductor"), prompt(12, 3)
+    cache = ours.kvpass.new_cache()
+    with torch.no_grad():
+        full = tiny_model("llama")(ids).logits
+        ours(ids[:, :8], past_key_values=cache)
+        for step in range(8, 12):
+            logits = ours(ids[:, step : step + 1], past_key_values=cache).logits
+            torch.testing.assert_close(logits[:, -1], full[:, step], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_repeated_layers_are_lowered_once(tiny_model):
     """Layers that are the same function on other weights share their code: five layers compile as three regions."""
     from kvpass import models
