@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvpass.kernels.entries import Entries, Predicted
+
+
+def fits(
+    types: Container[torch.dtype],
+    device: torch.device,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    store_k: Tensor,
+    store_v: Tensor,
+    log_votes: Tensor,
+    tail_k: Tensor,
+    tail_v: Tensor,
+) -> bool:
+    """Whether what ``kvpass::attend`` is given lies on ``device``, dense along its last axis, each of new tokens, store
+    and tail in one of ``types``, log-votes in fp32, heads in whole groups, and nobody wants gradients."""
+    groups = ((q, k, v), (store_k, store_v), (tail_k, tail_v), (log_votes,))
+    return (
+        all(t.device == device and t.stride(-1) == 1 for group in groups for t in group)
+        and all(group[0].dtype in types and len({t.dtype for t in group}) == 1 for group in groups)
+        and log_votes.dtype == torch.float32
+        and q.shape[1] % k.shape[1] == 0
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)))
+    )
 
 
 def append(k: Tensor, v: Tensor, tail_k: Tensor, tail_v: Tensor, tail_at: Tensor) -> None:

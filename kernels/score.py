@@ -81,8 +81,14 @@ def grouped_queries(seen: Observation, kv_heads: int, dtype: torch.dtype) -> tup
     batch, heads, width, dim = seen.q.shape
     group = heads // kv_heads
     q = seen.q.to(dtype).reshape(batch * kv_heads, group * width, dim) * seen.scale
-    pos = seen.q_pos[:, None, None].expand(-1, kv_heads, group, -1).reshape(batch * kv_heads, group * width)
-    return q, pos
+    return q, grouped_positions(seen, kv_heads)
+
+
+def grouped_positions(seen: Observation, kv_heads: int) -> Tensor:
+    """``pos`` of :func:`grouped_queries` alone."""
+    batch, heads, width, _ = seen.q.shape
+    pos = seen.q_pos[:, None, None].expand(-1, kv_heads, heads // kv_heads, -1)
+    return pos.reshape(batch * kv_heads, heads // kv_heads * width)
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ def attention_mass(entries: Entries, seen: Observation, *, causal: bool = True, 
 def last_mass(entries: Entries, seen: Observation, blocks: Iterable[Block], last: int) -> Tensor:
     """[B, Hkv, N]: softmax weight each entry receives from the queries of the last ``last`` positions in ``blocks``."""
     batch, kv_heads, slots, _ = entries.k.shape
-    _, pos = grouped_queries(seen, kv_heads, working_dtype(entries.k))
+    pos = grouped_positions(seen, kv_heads)
     chosen = (pos >= 0) & (pos > pos.amax(-1, keepdim=True) - last)
     total = entries.k.new_zeros(batch * kv_heads, slots, 1, dtype=working_dtype(entries.k))
     for block in blocks:

@@ -112,7 +112,7 @@ class CacheReport:
             store, tail = cache.stores[index], cache.tails[layer.window]
             exact = int((tail.pos >= 0).sum()) * layer.kv_heads
             key, value = cache.keys[index], cache.values[index]
-            tensors = [tensor for tensor in (*vars(store).values(), key, value) if tensor is not None]
+            tensors = [*store.tensors().values(), key, value]
             uses.append(
                 LayerUse(
                     layer=layer.layer,

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpass.kernels.layout import fits
+
 from .build import available, library, why_not
 
 __all__ = [
@@ -183,26 +185,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linears(x, (weight,), (bias,))[0]
 
 
-def supports_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    store_k: Tensor,
-    store_v: Tensor,
-    log_votes: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-) -> bool:
-    """Whether ``attend`` can take these tensors. May compile the kernels."""
-    groups = ((q, k, v), (store_k, store_v), (tail_k, tail_v), (log_votes,))
-    return (
-        all(t.device.type == "cpu" and t.stride(-1) == 1 for group in groups for t in group)
-        and all(group[0].dtype in TYPES and len({t.dtype for t in group}) == 1 for group in groups)
-        and log_votes.dtype == torch.float32
-        and q.shape[1] % k.shape[1] == 0
-        and _no_grad(q, k, v)
-        and available()
-    )
+def supports_attend(*operands: Tensor) -> bool:
+    """Whether ``attend`` can take these tensors, as :func:`kvpass.kernels.layout.fits` names them. May compile the
+    kernels."""
+    return fits(TYPES, torch.device("cpu"), *operands) and available()
 
 
 def supports_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

@@ -12,6 +12,8 @@ import importlib
 import torch
 from torch import Tensor
 
+from kvpass.kernels.layout import fits
+
 __all__ = ["attend", "attention_mass", "available", "supports_attend", "supports_mass", "why_not"]
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,27 +42,10 @@ def available(device: torch.device) -> bool:
     return why_not(device) is None
 
 
-def supports_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    store_k: Tensor,
-    store_v: Tensor,
-    log_votes: Tensor,
-    tail_k: Tensor,
-    tail_v: Tensor,
-) -> bool:
-    """Whether ``attend`` can take these tensors."""
-    groups = ((q, k, v), (store_k, store_v), (tail_k, tail_v), (log_votes,))
-    return (
-        all(t.device == q.device and t.stride(-1) == 1 for group in groups for t in group)
-        and all(group[0].dtype in TYPES and len({t.dtype for t in group}) == 1 for group in groups)
-        and log_votes.dtype == torch.float32
-        and q.shape[1] % k.shape[1] == 0
-        and max(q.shape[-1], v.shape[-1]) <= MAX_DIM
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)))
-        and available(q.device)
-    )
+def supports_attend(q: Tensor, k: Tensor, v: Tensor, *state: Tensor) -> bool:
+    """Whether ``attend`` can take these tensors, as :func:`kvpass.kernels.layout.fits` names them."""
+    small = max(q.shape[-1], v.shape[-1]) <= MAX_DIM
+    return fits(TYPES, q.device, q, k, v, *state) and small and available(q.device)
 
 
 def supports_mass(k: Tensor, q: Tensor) -> bool:

@@ -236,11 +236,9 @@ class KeepKV(Policy):
 
     def _weighing(self, entries: Entries, seen: Observation) -> Observation:
         """The queries that weigh members."""
-        if self._predicts(seen):
+        if self._predicts(seen) or not self.references:
             seen = recent_queries(seen, self.window)
-        if not self.references:
-            return recent_queries(seen, self.window)
-        alone = seen.decoding and self.judge == "last"
+        alone = not self.references or (seen.decoding and self.judge == "last")
         return one_head_each(seen, entries.k.shape[1]) if self.round_robin and not alone else seen
 
     def _merge(
